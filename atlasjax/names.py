@@ -45,11 +45,13 @@ def resolve(kind: str, name: str, table: Mapping[str, object]) -> Any:
       kind, name, table: as in `lookup`.
 
     Raises:
-      ValueError: the name is not in the table, the module cannot be imported, or it has no such object.
+      ValueError: the name is not in the table, the module cannot be imported or raises an error, or it has no such object.
     """
     if ":" not in name:
         return lookup(kind, name, table)
     module_name, _, path = name.partition(":")
+    if not module_name or module_name.startswith("."):
+        raise ValueError(f"{kind} is {name!r}; it should be like 'package.module:object'.")
     try:
         found: Any = importlib.import_module(module_name)
     except ImportError as error:
@@ -57,6 +59,8 @@ def resolve(kind: str, name: str, table: Mapping[str, object]) -> Any:
             f"{kind} {name!r}: module {module_name!r} cannot be imported ({error}). It must be installed, or in a "
             "folder on PYTHONPATH."
         ) from error
+    except Exception as error:  # whatever a user's module raises
+        raise ValueError(f"{kind} {name!r}: importing {module_name!r} raised {in_one_line(error)}") from error
     for part in path.split("."):
         if not hasattr(found, part):
             close = difflib.get_close_matches(part, dir(found), n=1, cutoff=0.6)
@@ -128,7 +132,8 @@ def call_with(
     """`function(*arguments, **keywords, **options)`.
 
     Raises:
-      ValueError: `function` does not accept these arguments.
+      ValueError: `function` does not accept these arguments, or raises an error other than ValueError and OSError, which say
+        themselves what is wrong.
     """
     given, signature = json.loads(options), signature_of(function)
     try:
@@ -139,4 +144,14 @@ def call_with(
         signature.bind(*arguments, **keywords, **given)
     except TypeError as error:
         raise ValueError(f"{kind} {name!r} with options {options}: {error}.") from None
-    return function(*arguments, **keywords, **given)
+    try:
+        return function(*arguments, **keywords, **given)
+    except (ValueError, OSError):
+        raise
+    except Exception as error:  # whatever a user's function raises
+        raise ValueError(f"{kind} {name!r} raised {in_one_line(error)}") from error
+
+
+def in_one_line(error: Exception) -> str:
+    """The kind of an error and the first line of what it says."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

@@ -16,9 +16,10 @@ from flax import nnx
 from atlasjax import cli
 from atlasjax.config_json import from_dict, to_dict
 from atlasjax.data import DataConfig, make_pipeline, make_tokenizer
+from atlasjax.data.sources import load_documents
 from atlasjax.nn import LanguageModel, MemoryConfig, ModelConfig
 from atlasjax.train.config import OptimizerConfig, TrainConfig, changes_on_resume
-from atlasjax.train.optimizer import learning_rate, make_optimizer
+from atlasjax.train.optimizer import check_optimizer, learning_rate, make_optimizer
 from tests import own_parts
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -133,6 +134,16 @@ def test_another_optimizer_is_another_run():
     assert changes_on_resume(to_dict(base), to_dict(faster)) == ([], [], ["optimizer.schedule: 'cosine' → 'linear'"])
 
 
+def broken_schedule(name):
+    learning_rate(OptimizerConfig(schedule=f"tests.broken_parts:{name}"), 3)
+
+
+def broken_optimizer(name):
+    full = f"tests.broken_parts:{name}"
+    params = {"w": jax.ShapeDtypeStruct((3,), jnp.float32)}
+    check_optimizer(full, make_optimizer(OptimizerConfig(name=full, clip_norm=None), 3, {}), params)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -165,6 +176,20 @@ def test_another_optimizer_is_another_run():
         (lambda: make_optimizer(OptimizerConfig(name="optax:lion", options={"b3": 1}), 3, {}), "'b3'"),
         (lambda: make_optimizer(OptimizerConfig(name="builtins:dict"), 3, {}), "optimizer 'builtins:dict'"),
         (lambda: learning_rate(OptimizerConfig(schedule="builtins:max"), 3), "schedule 'builtins:max'"),
+        (lambda: broken_schedule("vector"), "schedule 'tests.broken_parts:vector' gave a rate of shape (2,), should be a number."),
+        (lambda: broken_schedule("branches"), "schedule 'tests.broken_parts:branches' fails for a traced step: Tracer"),
+        (lambda: broken_optimizer("other_dtype"), "whose state[1]['n'] is int32 () at first and float32 () after a step."),
+        (lambda: broken_optimizer("other_shape"), "whose state[1]['n'] is float32 () at first and float32 (2,) after a step."),
+        (lambda: broken_optimizer("more_state"), "whose state[1]['m'] is missing at first and float32 () after a step."),
+        (lambda: ModelConfig(mixer="tests.raises_when_imported:Mixer"), "_when_imported' raised RuntimeError: not today"),
+        (lambda: ModelConfig(mixer=":Mixer"), "mixer is ':Mixer'; it should be like 'package.module:object'."),
+        (lambda: DataConfig(".x:Source"), "data source is '.x:Source'; it should be like 'package.module:object'."),
+        (lambda: load_documents(DataConfig("tests.broken_parts:no_documents"), "train"), "has no documents."),
+        (lambda: load_documents(DataConfig("tests.broken_parts:raises_at_once"), "train"), "_at_once' raised KeyError: 'no key'"),
+        (
+            lambda: load_documents(DataConfig("tests.broken_parts:RaisesLater"), "train")[3],
+            "data source 'tests.broken_parts:RaisesLater': document 3 raised RuntimeError: the disk is gone",
+        ),
     ],
 )  # fmt: skip
 def test_mistakes_are_one_clear_line(make, message):

@@ -1,6 +1,7 @@
 """Opens the documents of the training and validation splits of a `DataConfig`."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 from atlasjax import check
 from atlasjax.data.config import DataConfig, HeldOut, Split
@@ -8,7 +9,7 @@ from atlasjax.data.documents import Documents, EveryNth, TextDocuments
 from atlasjax.data.parquet import ParquetDocuments
 from atlasjax.data.text import jsonl_documents, text_documents
 from atlasjax.data.tfds import TfdsDocuments
-from atlasjax.names import call_with, resolve
+from atlasjax.names import call_with, in_one_line, resolve
 
 BLOCK_SIZE = 4096  # characters
 
@@ -56,6 +57,8 @@ def load_documents(config: DataConfig, split: Split) -> Documents:
             "(data.validation_paths; `atlasjax evaluate --text FILE`)."
         )
     documents = open_documents(config, separate=config.separate_validation and split == "validation")
+    if not len(documents):
+        raise ValueError(f"data source {config.source!r} has no documents.")
     if config.separate_validation or not config.has_validation:
         return documents
     period = config.held_out_period
@@ -107,15 +110,27 @@ class _Sequence:
         self.blocks_in_memory = getattr(texts, "blocks_in_memory", 1)
 
     def __len__(self) -> int:
-        return len(self._texts)
+        with self._named("its length"):
+            return len(self._texts)
 
     def __getitem__(self, index: int, /) -> str:
-        text = self._texts[index]
+        with self._named(f"document {index}"):
+            text = self._texts[index]
         if not isinstance(text, str):
             raise ValueError(
                 f"data source {self._source!r}: document {index} is a {type(text).__name__}; it should be a str."
             )
         return text
+
+    @contextlib.contextmanager
+    def _named(self, what: str) -> Iterator[None]:
+        """Says which source and what of it, where it raises an error. Those of storage may pass, and an IndexError ends a loop."""
+        try:
+            yield
+        except (OSError, IndexError):
+            raise
+        except Exception as error:  # whatever a user's source raises
+            raise ValueError(f"data source {self._source!r}: {what} raised {in_one_line(error)}") from error
 
 
 def _own(config: DataConfig, split: Split) -> Documents:

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from atlasjax.memory.products import product
+from pallas_kernels.arguments import wide_dtype
 
 # φ(q) [tokens, D], its part of degree one if the structure adds it to its output, and gates of a soup [tokens, n] if there is one.
 Queries = tuple[jax.Array, jax.Array | None, jax.Array | None]
@@ -61,7 +62,7 @@ class Factors(NamedTuple):
 
 def dot(a: jax.Array, b: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """a @ b with inputs in the compute dtype; accumulation and result are at least float32."""
-    wide = jnp.promote_types(dtype, jnp.float32)
+    wide = wide_dtype(dtype)
     if a.ndim == b.ndim == 2:
         return product(a.astype(dtype), b.astype(dtype), "nn", wide)
     return jnp.matmul(a.astype(dtype), b.astype(dtype), preferred_element_type=wide)
@@ -69,7 +70,7 @@ def dot(a: jax.Array, b: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 def applied(h: jax.Array, weight: jax.Array, dtype: jnp.dtype, precision: jax.lax.Precision | None = None) -> jax.Array:
     """h @ weight.T as in `dot`, for rows h [tokens, in] and weight [out, in]. precision: that of the product; None is jax's."""
-    return product(h.astype(dtype), weight.astype(dtype), "nt", jnp.promote_types(dtype, jnp.float32), precision)
+    return product(h.astype(dtype), weight.astype(dtype), "nt", wide_dtype(dtype), precision)
 
 
 @jax.custom_jvp
@@ -87,7 +88,7 @@ def _gram_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[ja
 
 def outer(left: jax.Array, inputs: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Σ_i left[i] ⊗ inputs[i] as in `dot`, [out, in], of rows left [tokens, out] and inputs [tokens, in]."""
-    return product(left.astype(dtype), inputs.astype(dtype), "tn", jnp.promote_types(dtype, jnp.float32))
+    return product(left.astype(dtype), inputs.astype(dtype), "tn", wide_dtype(dtype))
 
 
 def exact(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -141,7 +142,8 @@ def largest_entry(x: jax.Array) -> jax.Array:
 @largest_entry.defjvp
 def _largest_entry_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
     (x,), (tangent,) = primals, tangents
-    chosen = jnp.arange(x.shape[-1]) == jnp.argmax(x, axis=-1, keepdims=True)
+    number = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
+    chosen = number == jnp.argmax(x, axis=-1, keepdims=True)
     return largest_entry(x), jnp.sum(jnp.where(chosen, tangent, 0.0), axis=-1)
 
 
@@ -302,7 +304,7 @@ def decays(gates: BlockGates) -> Decays:
     else:
         a, pairwise = decay_products(gates.retention)
     if gates.real is not None:
-        pairwise = pairwise * gates.real
+        pairwise = pairwise * gates.real[None]
     if beta is not None:
         s = exact(pairwise, beta)
     return Decays(beta, across, a, pairwise, s)

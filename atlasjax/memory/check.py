@@ -14,6 +14,7 @@ from jaxtyping import Array, Int, PyTree
 
 from atlasjax.check import integer, is_number
 from atlasjax.memory.gates import Gates
+from pallas_kernels.arguments import wide_dtype
 
 ARRAYS = (jax.Array, np.ndarray, np.generic)  # a tracer is a jax.Array; a jax.ShapeDtypeStruct has no values
 Arrays = jax.Array | np.ndarray | np.generic
@@ -160,7 +161,7 @@ def whole_gates(rule: AnyRule, gates: Gates, q: jax.Array, v: jax.Array, where: 
     arrays = all(isinstance(x, ARRAYS) and x.ndim >= 3 and x.dtype in _FLOATS for x in (q, v))
     if not isinstance(gates, Gates) or not arrays or not hasattr(rule, "gate_channels"):
         return gates
-    wide, lead = jnp.promote_types(q.dtype, jnp.float32), tuple(q.shape[:-1])
+    wide, lead = wide_dtype(q.dtype), tuple(q.shape[:-1])
     expected = rule.gate_channels(q.shape[-1], v.shape[-1])
 
     def whole(name: str, gate: T) -> T | jax.Array:

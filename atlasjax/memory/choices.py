@@ -16,6 +16,7 @@ from atlasjax.check import is_integer
 from atlasjax.memory.axes.features import Features
 from atlasjax.memory.axes.structures import Structure
 from atlasjax.memory.gates import Weights
+from pallas_kernels.arguments import wide_dtype
 
 if TYPE_CHECKING:
     from atlasjax.memory.fast_weights.rule import MemoryRule
@@ -87,7 +88,7 @@ def _default_float() -> jnp.dtype:
 
 def _state_dtype(weights: Mapping[str, Any]) -> jnp.dtype:
     """The dtype of a fresh state of a memory with these weights."""
-    return jnp.promote_types(next(iter(weights.values())).dtype, jnp.float32)
+    return wide_dtype(next(iter(weights.values())).dtype)
 
 
 @functools.lru_cache(maxsize=1024)

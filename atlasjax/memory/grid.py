@@ -10,6 +10,8 @@ from typing import NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.arguments import wide_dtype
+
 Tree = TypeVar("Tree")  # of arrays
 MaybeArray = TypeVar("MaybeArray", jax.Array, jax.Array | None)
 
@@ -50,7 +52,7 @@ def aligned_layout(batch: int, time: int, chunk: int, window: int, count: jax.Ar
         first=None,
         resets=None,
         filled=None,
-        window_count=jnp.minimum(starts + count, window - 1),
+        window_count=jnp.minimum(starts + count[None], window - 1),
         overflow=None,
         position=jnp.full((batch,), time % chunk, jnp.int32),
         last_count=jnp.minimum(count + time, window - 1),
@@ -77,20 +79,21 @@ def streamed_layout(
         position = jnp.zeros_like(count)
     else:
         num_slots = (time + chunk - 1 + chunk - 1) // chunk
-    token = position[:, None] + jnp.arange(time)
+    t = jnp.arange(time)[None]
+    token = position[:, None] + t
     slots = jnp.arange(num_slots)[:, None]
-    before = jnp.maximum(slots * chunk - position, 0) + count
+    before = jnp.maximum(slots * chunk - position[None], 0) + count[None]
     place = token // chunk * width + token % chunk
     if lengths is not None:
         # They get distinct indices beyond the last slot, because the scatter declares its indices unique.
-        place = jnp.where(jnp.arange(time) < lengths[:, None], place, num_slots * width + jnp.arange(time))
+        place = jnp.where(t < lengths[:, None], place, num_slots * width + t)
     end = time if lengths is None else lengths
     return Layout(
         num_slots=num_slots,
         place=place,
         first=first,
         resets=None,
-        filled=slots * chunk < position + end,
+        filled=slots * chunk < (position + end)[None],
         window_count=jnp.minimum(before, window - 1),
         overflow=None,
         position=(position + end) % chunk,
@@ -117,7 +120,7 @@ def segmented_layout(
     num_slots = min(time, (time + (chunk - 1) * (max_segments + 1)) // chunk)
     previous = jnp.concatenate([jnp.where(segment < 0, segment_ids[:, 0], segment)[:, None], segment_ids[:, :-1]], 1)
     starts = segment_ids != previous
-    t = jnp.arange(time)
+    t = jnp.arange(time)[None]
     last_start = jax.lax.cummax(jnp.where(starts, t, -1), axis=1)
     carried = last_start < 0
     place = jnp.where(carried, position[:, None] + t, t - last_start)  # position in the segment's chunk grid
@@ -165,12 +168,12 @@ class Pieces(NamedTuple):
 def continued_pieces(time: int, size: int, position: jax.Array) -> Pieces:
     """The segments of a call that begins `position` [batch] tokens into a segment of `size` tokens."""
     count, width = (time + size - 1) // size + 1, min(size, time)
-    token = position[:, None] + jnp.arange(time)
+    token = position[:, None] + jnp.arange(time)[None]
     segment = token // size
     offset = token - jnp.where(segment == 0, position[:, None], segment * size)
-    slot = jnp.arange(count)[:, None]
-    start = jnp.where(slot == 0, position, slot * size)
-    lengths = jnp.clip(position + time - start, 0, jnp.where(slot == 0, size - position, size))
+    slot, first = jnp.arange(count)[:, None], position[None]
+    start = jnp.where(slot == 0, first, slot * size)
+    lengths = jnp.clip(first + time - start, 0, jnp.where(slot == 0, size - first, size))
     return Pieces(count, width, segment * width + offset, lengths)
 
 
@@ -263,7 +266,7 @@ def from_rows(x: jax.Array, pieces: int) -> jax.Array:
 
 def widened(tree: Tree, dtype: jnp.dtype) -> Tree:
     """The same arrays, where those of floating point are at least as wide as `dtype`: float32 states of float64 tokens."""
-    widen = lambda x: x.astype(jnp.promote_types(x.dtype, dtype)) if jnp.issubdtype(x.dtype, jnp.floating) else x
+    widen = lambda x: x.astype(wide_dtype(x.dtype, dtype)) if jnp.issubdtype(x.dtype, jnp.floating) else x
     return jax.tree.map(widen, tree)
 
 

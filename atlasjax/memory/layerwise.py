@@ -130,7 +130,7 @@ def change_some(
 def after(i: jax.Array, x: jax.Array) -> jax.Array:
     """i. On CPUs it depends on x: then all of a layer's reads of its state come before the write, without which XLA may copy the
     states of all layers (Mamba-2, Log-Linear). XLA's CPU compiler drops an `optimization_barrier` before it decides."""
-    never = lambda i, x: (i + (jnp.max(jnp.abs(x)) > jnp.inf)).astype(i.dtype)
+    never = lambda i, x: i + (jnp.max(jnp.abs(x)) > jnp.inf).astype(i.dtype)
     return jax.lax.platform_dependent(i, x, cpu=never, default=lambda i, x: i)
 
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from pallas_kernels.arguments import wide_dtype as wide_dtype  # also for rooms that do not know the kernels
 from pallas_kernels.varying import vary_like
 
 Form = Literal["nn", "nt", "tn"]  # x y, x yᵀ, xᵀ y: which factor is transposed, as in BLAS

@@ -155,7 +155,7 @@ def segment_positions(
 ) -> tuple[Int[Array, "batch time"], Int[Array, "batch time"]]:
     """[batch, time] → each token's position in its segment, and its segment's index in the row. An id may occur again later."""
     starts = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-    t = jnp.arange(segment_ids.shape[1])
+    t = jnp.arange(segment_ids.shape[1])[None]
     return t - jax.lax.cummax(jnp.where(starts, t, 0), axis=1), jnp.cumsum(starts, axis=1) - 1
 
 
@@ -313,7 +313,7 @@ def extend(
     cache = jax.tree.map(jnp.asarray, cache)  # a restored one may be of NumPy arrays
     time, place = q.shape[1], () if layer is None else (layer,)
     count = cache.position[place]
-    position = count[:, None] + jnp.arange(time)
+    position = count[:, None] + jnp.arange(time)[None]
     rotated = rotate(q, position, rope_theta, rope_dim)
     split = partition is not None and any(partition.mesh.shape[axis] > 1 for axis in partition.heads)
     heads, k, v = k.shape[2], together(rotate(k, position, rope_theta, rope_dim).astype(cache.keys.dtype)), together(v)

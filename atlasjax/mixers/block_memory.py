@@ -151,7 +151,7 @@ def extend(
         grid, last = continued(position, time, size), unfinished(position, time, size)
         queries, places = continued_queries(position, time, size)
         kb, vb = grid.lay(k, keys), grid.lay(v, values)
-        full = jnp.arange(grid.touched)[:, None] < last
+        full = jnp.arange(grid.touched)[:, None] < last[None]
         blocks = (queries.lay(q), places, kb[: grid.touched], vb[: grid.touched], queries.index, full)
         y, memory = _read_blocks(blocks, gate, memory, read, write, rope_theta)
         return queries.pick(y), BlockMemoryState(memory, CurrentBlock(kb[last, rows], vb[last, rows], position + time))

@@ -185,7 +185,7 @@ def extend(
 def _extend(
     q: jax.Array, k: jax.Array, v: jax.Array, state: BlockRecurrenceState, rope_theta: float | None
 ) -> tuple[jax.Array, BlockRecurrenceState]:
-    position = state.position[:, None] + jnp.arange(q.shape[1])
+    position = state.position[:, None] + jnp.arange(q.shape[1])[None]
     q, k = rotate(q, position, rope_theta), rotate(k, position, rope_theta)
     k, v = k.astype(state.keys.dtype), v.astype(state.values.dtype)
     return (_one_token if q.shape[1] == 1 else _piece)(q, k, v, state)
@@ -198,8 +198,8 @@ def _one_token(
     index, place, rows = state.position // size, state.position % size, jnp.arange(batch)
     write = lambda x, new: x.at[rows, index % 2, place].set(new[:, 0])
     keys, values = write(state.keys, k), write(state.values, v)
-    own = jnp.arange(2) == (index % 2)[:, None]
-    seen = jnp.where(own[:, :, None], jnp.arange(size) <= place[:, None, None], (index > 0)[:, None, None])
+    own = jnp.arange(2)[None] == (index % 2)[:, None]
+    seen = jnp.where(own[:, :, None], jnp.arange(size)[None, None] <= place[:, None, None], (index > 0)[:, None, None])
     flat = lambda x: x.reshape(batch, 2 * size, *x.shape[3:])
     y = softmax_attention(Source(q, flat(keys), flat(values), flat(seen)[:, None]))
     return y, BlockRecurrenceState(keys, values, state.position + 1)

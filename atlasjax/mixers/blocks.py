@@ -71,7 +71,7 @@ def documents(segment_ids: Int[Array, "batch time"], max_segments: int, size: in
     count = min((time + max_segments * (size - 1)) // size, time)  # a document's last block may be partly empty
     index = grid.scattered(position // size, count, slot, 0).T
     # Tokens without a slot get distinct places beyond the last one, because the scatter declares its indices unique.
-    place = jnp.where(segment < max_segments, slot * size + position % size, count * size + jnp.arange(time))
+    place = jnp.where(segment < max_segments, slot * size + position % size, count * size + jnp.arange(time)[None])
     return Grid(size, index, time, place, touched=count)
 
 
@@ -82,8 +82,8 @@ def continued(position: Int[Array, " batch"], time: int, size: int) -> Grid:
     For the queries see `continued_queries`.
     """
     count = (size - 1 + time) // size + 1
-    place = (position % size)[:, None] + jnp.arange(time)
-    index = position // size + jnp.arange(count)[:, None]
+    place = (position % size)[:, None] + jnp.arange(time)[None]
+    index = (position // size)[None] + jnp.arange(count)[:, None]
     return Grid(size, index, time, place, touched=(2 * size - 2 + time) // size)
 
 
@@ -105,7 +105,7 @@ def continued_queries(
     first = jnp.where(jnp.arange(keys.touched)[:, None] == 0, position % size, 0)
     block, offset = keys.place // size, keys.place % size
     place = block * width + jnp.where(block == 0, offset - position[:, None] % size, offset)
-    places = jnp.minimum(first[:, :, None] + jnp.arange(width), size - 1)
+    places = jnp.minimum(first[:, :, None] + jnp.arange(width)[None, None], size - 1)
     return Grid(width, index, time, place, touched=keys.touched), places
 
 
@@ -136,5 +136,5 @@ def block_source(
 
 def causal(place: Int[Array, "batch queries"] | None, size: int) -> Bool[Array, "_batch queries size"]:
     """Which tokens of a block of `size` the queries at these positions see. None: those of all its tokens."""
-    places = jnp.arange(size)
-    return places <= (places[None] if place is None else place)[:, :, None]
+    places = jnp.arange(size)[None]
+    return places[None] <= (places if place is None else place)[:, :, None]

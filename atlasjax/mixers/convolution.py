@@ -51,8 +51,8 @@ def causal_convolution(
         token = index[:, width - 1 :]
     if time == 1 and index is None:
         # One sum. XLA's CPU backend would compute a sum of terms again for each weight of a memory that y writes.
-        y = jnp.sum(kernel * inputs.astype(jnp.float32), axis=1, keepdims=True)
-        return (y if bias is None else y + bias), inputs[:, time:]
+        y = jnp.sum(kernel[None] * inputs.astype(jnp.float32), axis=1, keepdims=True)
+        return (y if bias is None else y + bias[None, None]), inputs[:, time:]
     kernel = _own_rows(kernel)
     y = jnp.zeros(x.shape, jnp.float32)
     for j in range(width):
@@ -60,8 +60,8 @@ def causal_convolution(
         if index is not None:
             same = index[:, j : j + time] == token
             tap = jnp.where(same.reshape(*same.shape, *(1,) * (x.ndim - 2)), tap, 0.0)
-        y = y + kernel[j] * tap
-    return (y if bias is None else y + bias), inputs[:, time:]
+        y = y + kernel[j][None, None] * tap
+    return (y if bias is None else y + bias[None, None]), inputs[:, time:]
 
 
 def _own_rows(kernel: jax.Array) -> jax.Array:
@@ -73,4 +73,4 @@ def _own_rows(kernel: jax.Array) -> jax.Array:
     """
     width = kernel.shape[0]
     same = jnp.eye(width, dtype=kernel.dtype).reshape(width, width, *(1,) * (kernel.ndim - 1))
-    return jnp.sum(same * kernel, axis=1)
+    return jnp.sum(same * kernel[None], axis=1)

@@ -189,7 +189,7 @@ def mix(
         paths.append(associative_read(x, params.memory))
     if params.gate_kernel is not None and params.gate_bias is not None:
         gates = jnp.einsum("btd,dge->btge", x, params.gate_kernel.astype(x.dtype), preferred_element_type=jnp.float32)
-        gates = jax.nn.sigmoid(gates + params.gate_bias)
+        gates = jax.nn.sigmoid(gates + params.gate_bias[None, None])
         paths = [gates[:, :, i] * path for i, path in enumerate(paths)]
     return sum(paths[1:], paths[0]).astype(x.dtype), state
 

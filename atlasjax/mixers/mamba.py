@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from atlasjax.memory.check import check_shape, check_sizes
+from atlasjax.memory.products import wide_dtype
 from atlasjax.mixers.shapes import check_shapes
 from atlasjax.names import lookup
 
@@ -98,7 +99,7 @@ def selective_scan(
 def _selective_scan(inputs: _Inputs, implementation: str | None) -> tuple[jax.Array, jax.Array]:
     x, delta, A, B, C, D, state, resets = inputs
     batch, time, channels = x.shape
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+    wide = wide_dtype(x.dtype)
     state = jnp.zeros((batch, A.shape[1], channels), wide) if state is None else state.astype(wide)
     keep = jnp.ones((batch, time), wide) if resets is None else jnp.where(resets, 0.0, 1.0).astype(wide)
 
@@ -121,7 +122,7 @@ def _selective_scan(inputs: _Inputs, implementation: str | None) -> tuple[jax.Ar
         state, y = run(_IMPLEMENTATIONS[implementation])
     y = jnp.swapaxes(y.reshape(num_chunks * chunk, batch, channels)[:time], 0, 1)
     if D is not None:
-        y = y + D.astype(wide) * x.astype(wide)
+        y = y + D.astype(wide)[None, None] * x.astype(wide)
     return y.astype(x.dtype), state
 
 
@@ -139,7 +140,7 @@ def _scan_chunks(
 def _sequential(h, x, delta, A, B, C, keep):
     def token(h, token):
         x, delta, B, C, keep = token
-        decay = keep[:, None, None] * jnp.exp(delta[:, None] * A)
+        decay = keep[:, None, None] * jnp.exp(delta[:, None] * A[None])
         h = decay * h + (delta * x)[:, None] * B[:, :, None]
         return h, jnp.sum(h * C[:, :, None], axis=1)
 
@@ -147,14 +148,14 @@ def _sequential(h, x, delta, A, B, C, keep):
 
 
 def _associative(h, x, delta, A, B, C, keep):
-    decay = keep[:, :, None, None] * jnp.exp(delta[:, :, None] * A)
+    decay = keep[:, :, None, None] * jnp.exp(delta[:, :, None] * A[None, None])
     write = (delta * x)[:, :, None] * B[..., None]
 
     def after(first, second):
         return first[0] * second[0], second[0] * first[1] + second[1]
 
     decays, writes = jax.lax.associative_scan(after, (decay, write), axis=0)
-    states = decays * h + writes
+    states = decays * h[None] + writes
     return states[-1], jnp.sum(states * C[..., None], axis=2)
 
 
@@ -181,7 +182,7 @@ def reference(
 @jax.jit
 def _reference(inputs: _Inputs) -> tuple[jax.Array, jax.Array]:
     x, delta, A, B, C, D, state, resets = inputs
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+    wide = wide_dtype(x.dtype)
     x_, delta, A, B, C = (z.astype(wide) for z in (x, delta, A, B, C))
     start = jnp.zeros((x.shape[0], A.shape[1], x.shape[2]), wide) if state is None else state.astype(wide)
     resets = jnp.zeros(x.shape[:2], bool) if resets is None else resets
@@ -189,9 +190,9 @@ def _reference(inputs: _Inputs) -> tuple[jax.Array, jax.Array]:
     def token(h, t):
         """h: [batch, channels, state]."""
         h = jnp.where(resets[:, t, None, None], 0.0, h)
-        h = jnp.exp(delta[:, t, :, None] * A) * h + (delta[:, t] * x_[:, t])[:, :, None] * B[:, t, None]
+        h = jnp.exp(delta[:, t, :, None] * A[None]) * h + (delta[:, t] * x_[:, t])[:, :, None] * B[:, t, None]
         y = jnp.einsum("bcn,bn->bc", h, C[:, t], precision=jax.lax.Precision.HIGHEST)
-        return h, y if D is None else y + D * x_[:, t]
+        return h, y if D is None else y + D[None] * x_[:, t]
 
     last, y = jax.lax.scan(token, jnp.swapaxes(start, 1, 2), jnp.arange(x.shape[1]))
     return jnp.swapaxes(y, 0, 1).astype(x.dtype), jnp.swapaxes(last, 1, 2)

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from atlasjax import check, memory, rules
 from atlasjax.memory.check import check_sizes
+from atlasjax.memory.products import wide_dtype
 from atlasjax.mixers.shapes import check_shapes
 
 RULE = rules.retnet()
@@ -78,10 +79,10 @@ def ssd(
     sizes = _check("ssd", x, delta, A, B, C, D)
     check.instance("ssd", "gates", gates, memory.Gates)
     heads, groups = sizes["heads"], sizes["groups"]
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+    wide = wide_dtype(x.dtype)
     delta, A = delta.astype(wide), A.astype(wide)
     k, q = (jnp.repeat(z, heads // groups, axis=2).astype(x.dtype) for z in (B, C))
-    gates = gates._replace(retention=jnp.exp(delta * A), step_size=delta)
+    gates = gates._replace(retention=jnp.exp(delta * A[None, None]), step_size=delta)
     params = _params(heads, sizes["head_dim"], sizes["state"])
     if x.shape[1] == 1 and state is not None and segment_ids is None and implementation is None:
         q, k, v, gates = jax.tree.map(lambda z: z[:, 0], (q, k, x, gates))
@@ -93,7 +94,7 @@ def ssd(
             implementation=implementation, partition=partition,
         )  # fmt: skip
     if D is not None:
-        y = (y.astype(wide) + D.astype(wide)[:, None] * x.astype(wide)).astype(x.dtype)
+        y = (y.astype(wide) + D.astype(wide)[None, None, :, None] * x.astype(wide)).astype(x.dtype)
     return y, after
 
 
@@ -122,7 +123,7 @@ def _reference(
     x: jax.Array, delta: jax.Array, A: jax.Array, B: jax.Array, C: jax.Array, D: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     (batch, time, heads, head_dim), dtype = x.shape, x.dtype
-    wide = jnp.promote_types(dtype, jnp.float32)
+    wide = wide_dtype(dtype)
     x, delta, A, B, C = (z.astype(wide) for z in (x, delta, A, B, C))
     B, C = (jnp.repeat(z, heads // z.shape[2], axis=2) for z in (B, C))
     highest = jax.lax.Precision.HIGHEST

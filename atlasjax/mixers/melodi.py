@@ -249,9 +249,9 @@ def _piece(layer: "_Layer", x: jax.Array, state: MelodiState) -> tuple[jax.Array
     size, (batch, time) = layer.block_size, x.shape[:2]
     grid, last = continued(state.position, time, size), unfinished(state.position, time, size)
     queries, places = continued_queries(state.position, time, size)
-    q, k, v = layer.rotated(x, (state.position[:, None] + jnp.arange(time)) % size)
+    q, k, v = layer.rotated(x, (state.position[:, None] + jnp.arange(time)[None]) % size)
     kb, vb = grid.lay(k, state.block.keys), grid.lay(v, state.block.values)
-    lies, full = queries.lay(jnp.ones((batch, time), bool)), jnp.arange(grid.touched)[:, None] < last
+    lies, full = queries.lay(jnp.ones((batch, time), bool)), jnp.arange(grid.touched)[:, None] < last[None]
     touched = (x[: grid.touched] for x in (kb, vb))
     blocks = (queries.lay(q), places, *touched, queries.lay(x), lies, queries.index, full)
     y, (memory, mixed) = _read_blocks(layer, blocks, (state.memory, state.mixed))
@@ -328,11 +328,12 @@ class _Layer:
 
     def normed(self, x: jax.Array, scale: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
         """RMSNorm of x [..., dim], computed in float32."""
+        scale = jnp.broadcast_to(scale, x.shape)
         return (x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.eps) * scale).astype(dtype)
 
     def context(self, x: jax.Array, y: jax.Array) -> jax.Array:
         """n_x(x + o_x), in x's dtype."""
-        return self.normed(x.astype(jnp.float32) + y, self.weights.context_norm, x.dtype)
+        return self.normed(x.astype(jnp.float32) + y.astype(jnp.float32), self.weights.context_norm, x.dtype)
 
     def mix(self, x: jax.Array, kernel: jax.Array) -> jax.Array:
         """[batch, tokens, dim], [(batch,) tokens, summary] → float32 [batch, summary, dim]."""
@@ -360,9 +361,9 @@ class _Layer:
         uq, uk, uv = self.rotated(u, self.block_size + order)
         causal = jnp.tril(jnp.ones((self.summary, self.summary), bool))[None]
         y = softmax_attention(Source(uq, k, v), Source(uq, uk, uv, causal), Source(uq, *memory))
-        u = u.astype(jnp.float32) + self.output(y)
+        u = u.astype(jnp.float32) + self.output(y).astype(jnp.float32)
         normed = self.normed(u, weights.summary_norm, dtype)
-        mixed = mixed + self.mix(normed, weights.mixing[self.block_size :]) + weights.mixing_bias[:, None]
+        mixed = mixed + self.mix(normed, weights.mixing[self.block_size :]) + weights.mixing_bias[None, :, None]
         z = self.normed(u + mixed, weights.memory_norm, dtype)
         _, keys, values = self.rotated(z, order - self.summary)
         return KeysAndValues(keys, values)

@@ -162,7 +162,7 @@ def _empty(batch: int, length: int, k: jax.Array, v: jax.Array) -> Queue:
 
 def _read(block_size: int, queue: Queue, q: jax.Array, index: jax.Array) -> jax.Array:
     length = queue.keys.shape[1]
-    visible = jnp.arange(length) >= length - index[:, None, None] * block_size
+    visible = jnp.arange(length)[None, None] >= length - index[:, None, None] * block_size
     return softmax_attention(Source(q, queue.keys, queue.values, visible))
 
 

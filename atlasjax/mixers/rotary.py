@@ -42,7 +42,9 @@ def rotate(
     # after a million tokens, differently for q and k. The rounding of the frequencies is the same for both, below 1e-9 per token.
     frequency = theta ** (-np.arange(half, dtype=np.float64) / half) / (2 * np.pi)
     step = jnp.asarray(np.round(frequency * 2.0**32).astype(np.uint32))
-    phase = jax.lax.bitcast_convert_type(position.astype(jnp.uint32)[:, :, None, None] * step, jnp.int32)
+    phase = jax.lax.bitcast_convert_type(
+        position.astype(jnp.uint32)[:, :, None, None] * step[None, None, None], jnp.int32
+    )
     angle = phase.astype(jnp.float32) * (2 * np.pi / 2.0**32)
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     first, second = jnp.split(x[..., :size].astype(jnp.float32), 2, axis=-1)

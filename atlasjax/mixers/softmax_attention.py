@@ -86,7 +86,7 @@ def _few_products(q: jax.Array, k: jax.Array) -> jax.Array:
     """
     batch, time, heads, _ = q.shape
     own = _own(heads, k.shape[-2]).astype(q.dtype)
-    wide = together(q[:, :, :, None] * own[:, :, None]).reshape(batch, time * heads, -1)
+    wide = together(q[:, :, :, None] * own[None, None, :, :, None]).reshape(batch, time * heads, -1)
     logits = jnp.einsum(
         f"bcx,{'bsx' if k.ndim == 4 else 'sx'}->bcs", wide, together(k), preferred_element_type=jnp.float32
     )
@@ -101,12 +101,12 @@ def _few_sums(weights: jax.Array, v: jax.Array) -> jax.Array:
         f"bcs,{'bsx' if v.ndim == 4 else 'sx'}->bcx", flat, together(v), preferred_element_type=jnp.float32
     )
     sums = apart(sums, v.shape[-2]).reshape(batch, time, heads, *v.shape[-2:])
-    return jnp.sum(sums * _own(heads, v.shape[-2])[:, :, None], axis=3)
+    return jnp.sum(sums * _own(heads, v.shape[-2])[None, None, :, :, None], axis=3)
 
 
 def _own(heads: int, kv_heads: int) -> jax.Array:
     """[heads, kv_heads], 1 where a head of queries reads this head of keys and values."""
-    return jnp.repeat(jnp.eye(kv_heads), heads // kv_heads, axis=0)
+    return jnp.repeat(jnp.eye(kv_heads, dtype=jnp.float32), heads // kv_heads, axis=0)
 
 
 def together(x: Float[Array, "*tokens heads head_dim"]) -> Float[Array, "*tokens heads*head_dim"]:

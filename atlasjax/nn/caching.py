@@ -102,7 +102,9 @@ class CacheGates(nnx.Module):
 
     def __init__(self, rule: memory.Rule, dim: int, num_heads: int, key_dim: int, *, rngs: nnx.Rngs):
         self.connector = connector_projection(rule, dim, num_heads, key_dim, rngs=rngs)
-        self.blend = param(jnp.zeros(num_heads), "heads") if "blend" in rule.gate_channels(key_dim) else None
+        self.blend = (
+            param(jnp.zeros(num_heads, jnp.float32), "heads") if "blend" in rule.gate_channels(key_dim) else None
+        )
 
     def __call__(self, x: jax.Array, gates: memory.Gates) -> memory.Gates:
         """The recurrence's gates and those of Memory Caching, for the layer input x [batch, time, dim]."""

@@ -73,7 +73,7 @@ class GateProjection(nnx.Module):
         # By default TPUs multiply float32 matrices in bfloat16, which is not accurate enough for 1 − α.
         highest = jax.lax.Precision.HIGHEST
         logits = dense(x.astype(jnp.float32), self.kernel[...], precision=highest)
-        logits = logits + self.bias[...]
+        logits = logits + jnp.broadcast_to(self.bias[...], logits.shape)
         gates, start = {}, 0
         for name, channels in self.channels:
             logit = logits[..., start : start + (channels or 1)]
@@ -88,5 +88,6 @@ class GateProjection(nnx.Module):
                 gate = jax.nn.sigmoid(logit) * (self.max_step if name == "step_size" else 1.0)
             gates[name] = gate if channels else gate[..., 0]
         if self.shrink is not None:
-            gates["step_size"] = gates["step_size"] * (1.0 - gates["momentum_decay"]) * jnp.asarray(self.shrink)
+            shrink = jnp.broadcast_to(jnp.asarray(self.shrink, jnp.float32), gates["step_size"].shape)
+            gates["step_size"] = gates["step_size"] * (1.0 - gates["momentum_decay"]) * shrink
         return Gates(**gates)

@@ -45,7 +45,7 @@ class RMSNorm(nnx.Module):
         """[..., *shape] → the same shape and dtype."""
         parts = x if self.groups == 1 else x.reshape(*x.shape[:-1], self.groups, -1)
         scale = 1.0 + self.scale[...] if self.plus_one else self.scale[...]
-        return (rms_normalize(parts, self.eps).reshape(x.shape) * scale).astype(x.dtype)
+        return (rms_normalize(parts, self.eps).reshape(x.shape) * jnp.broadcast_to(scale, x.shape)).astype(x.dtype)
 
 
 class LayerNorm(nnx.Module):
@@ -64,7 +64,8 @@ class LayerNorm(nnx.Module):
         """[..., *shape] → the same shape and dtype."""
         y = x.astype(jnp.float32)
         y = y - jnp.mean(y, axis=-1, keepdims=True)  # centered first: no difference of large squares
-        return (rms_normalize(y, self.eps) * self.scale[...] + self.bias[...]).astype(x.dtype)
+        scale, bias = (jnp.broadcast_to(z[...], x.shape) for z in (self.scale, self.bias))
+        return (rms_normalize(y, self.eps) * scale + bias).astype(x.dtype)
 
 
 class Linear(nnx.Module):
@@ -93,7 +94,7 @@ class Linear(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., fan_in] → [..., *out], in x's dtype."""
         y = dense(x, self.kernel[...].astype(x.dtype))
-        return y if self.bias is None else y + self.bias[...].astype(x.dtype)
+        return y if self.bias is None else y + jnp.broadcast_to(self.bias[...].astype(x.dtype), y.shape)
 
 
 class SwiGLU(nnx.Module):
@@ -150,7 +151,7 @@ class ChannelMixing(nnx.Module):
     """
 
     def __init__(self, dim: int, hidden: int, *, out_scale: float = 1.0, rngs: nnx.Rngs):
-        self.shift = param(1.0 - (jnp.arange(dim) / dim) ** 0.5**4, "embed")
+        self.shift = param(1.0 - (jnp.arange(dim, dtype=jnp.float32) / dim) ** 0.5**4, "embed")
         self.wide = Linear((dim, hidden), ("embed", "mlp"), rngs=rngs)
         self.out = Linear((hidden, dim), ("mlp", "embed"), scale=out_scale, rngs=rngs)
 
@@ -162,7 +163,7 @@ class ChannelMixing(nnx.Module):
         self, x: jax.Array, state: jax.Array, segment_ids: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:
         """[batch, time, dim] → [batch, time, dim], dtype of x, and the next state, which is the last token's x."""
-        shifted = x + (previous(x, state, segment_ids) - x) * self.shift[...].astype(x.dtype)
+        shifted = x + (previous(x, state, segment_ids) - x) * self.shift[None, None].astype(x.dtype)
         return self.out(jnp.square(jax.nn.relu(self.wide(shifted)))), x[:, -1:]
 
 

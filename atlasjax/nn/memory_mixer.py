@@ -82,7 +82,7 @@ class MemoryHeads(nnx.Module):
         # q, k, v and output gate in one matmul; v and the gate are `expansion` times as wide as q and k.
         scales = [1.0, 1.0] + [config.value_dim**-0.5] * expansion + [1.0] * (expansion if output_gate else 0)
         self.inputs = Linear((dim, len(scales), inner), ("embed", None, "heads"), rngs=rngs)
-        self.inputs.kernel[...] = self.inputs.kernel[...] * jnp.array(scales)[:, None]
+        self.inputs.kernel[...] = self.inputs.kernel[...] * jnp.array(scales, jnp.float32)[None, :, None]
         self.conv = CausalConv(config.conv_width, (2 + expansion, inner), (None, "heads"), rngs=rngs)
         self.gates = GateProjection(
             self.rule, dim=dim, num_heads=heads, key_dim=head_dim, value_dim=config.value_dim,

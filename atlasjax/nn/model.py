@@ -227,7 +227,7 @@ class LanguageModel(nnx.Module):
         if self.positions is None:
             x, cache = run(self._embed(tokens, None), cache)
         else:
-            position = cache.position[0, :, None] + jnp.arange(time)
+            position = cache.position[0, :, None] + jnp.arange(time)[None]
             x, layers = run(self._embed(tokens, position), cache.layers)
             cache = PositionedCache(layers, cache.position + time)
         return self.logits(self.norm(x)), cache

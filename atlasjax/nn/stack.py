@@ -68,19 +68,19 @@ class Branch(nnx.Module):
         assert config.branch is not None
         alone = config.branch.alone(config)
         self.mixer = make_mixer(alone.pattern[0], alone, rngs=rngs)
-        self.scale = param(jnp.zeros(config.dim), "embed")
+        self.scale = param(jnp.zeros(config.dim, jnp.float32), "embed")
 
     def observe(
         self, x: jax.Array, segment_ids: jax.Array | None, max_segments: int | None
     ) -> tuple[jax.Array, jax.Array | None]:
         """Like `mixers.observe`."""
         y, norm = observe(self.mixer, x, segment_ids, max_segments)
-        return y * self.scale[...].astype(y.dtype), norm
+        return y * self.scale[None, None].astype(y.dtype), norm
 
     def extend(self, x: jax.Array, states: PyTree, i: jax.Array) -> tuple[jax.Array, PyTree]:
         """Like `mixers.extend_layer`."""
         y, states = extend_layer(self.mixer, x, states, i)
-        return y * self.scale[...].astype(y.dtype), states
+        return y * self.scale[None, None].astype(y.dtype), states
 
 
 class Layer(nnx.Module):

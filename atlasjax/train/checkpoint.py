@@ -319,9 +319,19 @@ class Checkpoints:
         saved = {path: value for path, value in saved.items() if path in sums or path.startswith(_prefixes(arrays))}
         wrong = integrity.damaged(saved, sums)
         if wrong:
+            self._check_dtypes(step, arrays.get("params", {}))
             more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
             raise CheckpointError(f"damaged: checksum mismatch in {wrong[0]}{more}")
         return loaded
+
+    def _check_dtypes(self, step: int, params: PyTree) -> None:
+        """Raises CheckpointError if the parameters were saved in other dtypes. Orbax casts them, so their checksums differ."""
+        saved = self._checkpointer.checkpointables_metadata(step).metadata["params"]
+        dtypes = {path: leaf.dtype for path, leaf in jax.tree_util.tree_leaves_with_path(saved)}
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+            if dtypes.get(path, leaf.dtype) != leaf.dtype:
+                name = jax.tree_util.keystr(path)
+                raise CheckpointError(f".params{name} was saved as {dtypes[path]}, the model has {leaf.dtype}")
 
     def _missing_space(self, state: TrainState) -> str | None:
         """Why the state has no room on the disk of some process, None if it has. All processes call it together."""

@@ -10,7 +10,7 @@ import optax.contrib
 from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
-from atlasjax.names import call_with, resolve, takes
+from atlasjax.names import call_with, in_one_line, resolve, takes
 from atlasjax.nn import logical_axes
 from atlasjax.train.config import OptimizerConfig, TrainConfig
 from atlasjax.train.state import pure
@@ -29,14 +29,21 @@ def learning_rate(config: OptimizerConfig, steps: int) -> Callable[[jax.Array | 
       steps: number of steps of the whole run.
 
     Raises:
-      ValueError: a user's schedule does not take these arguments or does not return a function.
+      ValueError: a user's schedule does not take these arguments, or does not return a function from a traced step to a number.
     """
     if ":" in config.schedule:
         kind = "learning-rate schedule"
         own = call_with(kind, config.schedule, resolve(kind, config.schedule, {}), config, steps, options="{}")
         if not callable(own):
             raise ValueError(f"{kind} {config.schedule!r} gave {own!r}, should be a function step → learning rate.")
-        return lambda step: jnp.asarray(own(step), jnp.float32)
+        rate = lambda step: jnp.asarray(own(step), jnp.float32)
+        try:
+            shape = jax.eval_shape(rate, jax.ShapeDtypeStruct((), jnp.int32)).shape
+        except Exception as error:  # whatever a user's schedule raises
+            raise ValueError(f"{kind} {config.schedule!r} fails for a traced step: {in_one_line(error)}") from error
+        if shape:
+            raise ValueError(f"{kind} {config.schedule!r} gave a rate of shape {shape}, should be a number.")
+        return rate
     warmup = min(config.warmup_steps, steps)
     start = max(warmup, steps - round(config.decay_fraction * steps)) if config.schedule == "wsd" else warmup
     decay_steps = max(1, steps - 1 - start)
@@ -168,18 +175,26 @@ def check_optimizer(name: str, optimizer: optax.GradientTransformation, shapes: 
       shapes: the parameters' shapes.
 
     Raises:
-      ValueError: the step fails, or its updates are not like the parameters.
+      ValueError: the step fails, its updates are not like the parameters, or it changes the shapes or dtypes of its state, which
+        is saved and restored as it is at first.
     """
 
-    def step(params: PyTree) -> PyTree:
-        updates, _ = optimizer.update(params, optimizer.init(params), params)
-        return jax.tree.map(lambda x, update: jnp.zeros_like(x) + update, params, updates)
+    def step(params: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+        first = optimizer.init(params)
+        updates, state = optimizer.update(params, first, params)
+        return jax.tree.map(lambda x, update: jnp.zeros_like(x) + update, params, updates), first, state
 
     try:
-        after = jax.eval_shape(step, shapes)
+        after, first, state = jax.eval_shape(step, shapes)
     except Exception as error:  # whatever a user's optimizer raises
-        reason = str(error).partition("\n")[0]
-        raise ValueError(f"optimizer.name is {name!r}, whose update fails: {type(error).__name__}: {reason}") from error
+        raise ValueError(f"optimizer.name is {name!r}, whose update fails: {in_one_line(error)}") from error
+    before, now = ({jax.tree_util.keystr(path): x for path, x in jax.tree.leaves_with_path(x)} for x in (first, state))
+    shown = lambda x: "missing" if x is None else f"{x.dtype} {x.shape}"
+    for where in dict.fromkeys([*before, *now]):
+        if (was := shown(before.get(where))) != (becomes := shown(now.get(where))):
+            raise ValueError(
+                f"optimizer.name is {name!r}, whose state{where} is {was} at first and {becomes} after a step."
+            )
     for (path, x), y in zip(jax.tree.leaves_with_path(shapes), jax.tree.leaves(after)):
         if x.shape != y.shape:
             where = jax.tree_util.keystr(path)

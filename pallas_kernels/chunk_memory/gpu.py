@@ -22,7 +22,7 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.arguments import BEGINS, EMPTY, Arrays, Interpret
+from pallas_kernels.arguments import BEGINS, EMPTY, Arrays, Interpret, wide_dtype
 from pallas_kernels.blocks import entry, product
 from pallas_kernels.chunk_memory.bound import system, within_norm
 from pallas_kernels.chunk_memory.chunk import MemoryChunk, Structure
@@ -187,7 +187,8 @@ def _before(x: jax.Array, past: jax.Array, size: int) -> jax.Array:
     """
     rows, count, m, n = x.shape
     past = past[:, -size:]
-    line = jnp.concatenate([past.astype(jnp.promote_types(x.dtype, past.dtype)), x.reshape(rows, count * m, n)], axis=1)
+    dtype = x.dtype if x.dtype == past.dtype else wide_dtype(x.dtype, past.dtype)
+    line = jnp.concatenate([past.astype(dtype), x.reshape(rows, count * m, n).astype(dtype)], axis=1)
     line = jnp.pad(line, ((0, 0), (size - past.shape[1], 0), (0, 0)))
     return line[:, m * jnp.arange(count)[:, None] + jnp.arange(size)]
 

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.arguments import BEGINS, Segments
+from pallas_kernels.arguments import BEGINS, Segments, wide_dtype
 
 
 def delta_rule(
@@ -23,7 +23,7 @@ def delta_rule(
         w = w + u[..., :, None] * k[..., None, :]
         return w, matmul(w, q)
 
-    wide = jnp.promote_types(q.dtype, jnp.float32)
+    wide = wide_dtype(q.dtype)
     xs = tuple(jnp.moveaxis(x.astype(wide), 1, 0) for x in (q, k, v, beta, alpha))
     if segments is not None:
         begins = jnp.repeat(segments.marks == BEGINS, chunk_size, axis=1) & (jnp.arange(q.shape[1]) % chunk_size == 0)

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.arguments import BEGINS, Arrays, Segments
+from pallas_kernels.arguments import BEGINS, Arrays, Segments, wide_dtype
 
 
 def linear_rule(
@@ -26,7 +26,7 @@ def linear_rule(
         w = decayed + beta[..., None, None] * write
         return w, matmul(w, q)
 
-    wide = jnp.promote_types(q.dtype, jnp.float32)
+    wide = wide_dtype(q.dtype)
     by_time = lambda x: jnp.moveaxis(x.astype(wide), 1, 0)
     begins = None
     if segments is not None:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.arguments import Interpret
+from pallas_kernels.arguments import Interpret, wide_dtype
 from pallas_kernels.batching import rows_folded
 from pallas_kernels.newton_schulz import forms, gpu, gram, tpu
 from pallas_kernels.newton_schulz.forms import FORMS, GRAM_STEPS
@@ -91,7 +91,7 @@ def _gram_xla(s: jax.Array, triples: Sequence[Triple], precision: jax.lax.Precis
         return dot(qs[0], x)
 
     transposed = s.shape[-2] > s.shape[-1]
-    x = (s.mT if transposed else s).astype(jnp.promote_types(s.dtype, jnp.float32))
+    x = (s.mT if transposed else s).astype(wide_dtype(s.dtype))
     y = jax.vmap(one)(x.reshape(-1, *x.shape[-2:])).reshape(x.shape)
     return y.mT if transposed else y
 

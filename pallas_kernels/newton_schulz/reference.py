@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.arguments import wide_dtype
+
 EPSILON = 1e-7
 
 Triple = tuple[float, float, float]
@@ -62,7 +64,7 @@ def newton_schulz(s: jax.Array, steps: int = 5, schedule: Sequence[Triple] = SCH
     Returns:
       An array of the shape of `s`, float32 (float64 for float64 input). A zero matrix gives zero, with derivative zero.
     """
-    dtype = jnp.promote_types(s.dtype, jnp.float32)
+    dtype = wide_dtype(s.dtype)
     transposed = s.shape[-2] > s.shape[-1]
     x = s.astype(dtype)
     x = _normalize(x.mT if transposed else x)

@@ -52,7 +52,8 @@ def polynomial(gram: jax.Array, triples: tuple[Triple, ...]) -> jax.Array:
 
 def _polynomial(x: jax.Array, triple: Triple) -> jax.Array:
     a, b, c = triple
-    return a * jnp.eye(x.shape[-1], dtype=x.dtype) + b * x + c * _dot(x, x)
+    identity = jnp.broadcast_to(jnp.eye(x.shape[-1], dtype=x.dtype), x.shape)
+    return a * identity + b * x + c * _dot(x, x)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))

@@ -87,6 +87,15 @@ def test_another_mesh(saved):
     np.testing.assert_array_equal(state.params["layer"]["kernel"], make_state(6).params["layer"]["kernel"])
 
 
+def test_another_dtype_is_not_called_damage(saved):
+    """Of parameters that a model under `jax_enable_x64` would have in another dtype than its checkpoint."""
+    cast = lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16, sharding=x.sharding)
+    target = abstract(make_state(6)).params
+    message = r"\.params\['bias'\] was saved as float32, the model has bfloat16"
+    with Checkpoints(saved) as checkpoints, pytest.raises(CheckpointError, match=message):
+        checkpoints.restore_params(jax.tree.map(cast, target), 6)
+
+
 def test_only_the_newest_are_kept(tmp_path):
     with Checkpoints(tmp_path / "c", keep=2) as checkpoints:
         for step in range(4):

@@ -16,6 +16,7 @@ import numpy as np
 
 from atlasjax import check
 from atlasjax.memory.axes.base import Axis
+from pallas_kernels.arguments import wide_dtype
 
 
 class Features(Axis):
@@ -140,7 +141,8 @@ class Polynomial(_Weighed):
         for degree in range(1, self.degree + 1):
             index, weight = _monomials(x.shape[-1], degree)
             block = math.prod((x[..., index[:, j]] for j in range(1, degree)), start=x[..., index[:, 0]])
-            blocks.append(coefficients[degree].astype(x.dtype) * jnp.asarray(weight, x.dtype) * block)
+            weights = jnp.broadcast_to(jnp.asarray(weight, x.dtype), block.shape)
+            blocks.append(coefficients[degree].astype(x.dtype) * weights * block)
         return jnp.concatenate(blocks, axis=-1)
 
     def degree_one(self, coefficients: jax.Array | None, x: jax.Array) -> jax.Array:
@@ -231,7 +233,7 @@ class TensorSketch(_Weighed):
         assert coefficients is not None
         c = coefficients.astype(x.dtype)
         blocks = [jnp.broadcast_to(c[0], (*x.shape[:-1], 1)), c[1] * x]
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        wide = x.astype(wide_dtype(x.dtype))
         product = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
         for degree in range(2, self.degree + 1):
             spectra = _spectra(x.shape[-1], degree, self.size, self.seed)

@@ -56,7 +56,7 @@ class Retention(Axis):
 
     def decay(self, weight: jax.Array, alpha: jax.Array) -> jax.Array:
         """The decayed accumulator [out, in] of one weight. alpha: a scalar, or [in] for a gate per channel."""
-        return alpha * weight
+        return (alpha[None] if alpha.ndim else alpha) * weight
 
     def start(self, accumulator: jax.Array) -> jax.Array:
         """The form in which an accumulator [out, in] is stored. It must have the same map."""

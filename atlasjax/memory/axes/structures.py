@@ -63,7 +63,8 @@ def layer_norm(x: jax.Array, norm: Mapping[str, jax.Array]) -> jax.Array:
     """LayerNorm over the last axis with learned scale and bias."""
     centred = x - jnp.mean(x, axis=-1, keepdims=True)
     variance = jnp.mean(centred * centred, axis=-1, keepdims=True)
-    return centred * jax.lax.rsqrt(variance + 1e-6) * norm["scale"] + norm["bias"]
+    scale, bias = (jnp.broadcast_to(norm[name], x.shape) for name in ("scale", "bias"))
+    return centred * jax.lax.rsqrt(variance + 1e-6) * scale + bias
 
 
 class Structure(Axis):

@@ -79,7 +79,7 @@ def counted(state: CachedState, full: jax.Array) -> CachedState:
 def _by_age(state: CachedState) -> tuple[jax.Array, jax.Array]:
     """Slots of the cache from the oldest memory to the newest, [batch, N], and whether each holds a memory."""
     places = state.keys.shape[2]
-    n = jnp.arange(places)
+    n = jnp.arange(places)[None]
     order = (jnp.where(state.cached_count > places, state.cached_count % places, 0)[:, None] + n) % places
     return order, n < jnp.minimum(state.cached_count, places)[:, None]
 

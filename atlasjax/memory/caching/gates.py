@@ -13,7 +13,10 @@ def pool(rule: CachedRule, keys: jax.Array, axis: int) -> jax.Array:
 
 def running_pool(rule: CachedRule, total: jax.Array, count: jax.Array) -> jax.Array:
     """p of the current segment, from the sum of its keys so far [..., key_dim] and their number [...]."""
-    return total / jnp.maximum(count, 1)[..., None] if rule.pooling == "mean" else total
+    if rule.pooling != "mean":
+        return total
+    number = jnp.broadcast_to(jnp.maximum(count, 1), total.shape[:-1])
+    return total / number[..., None].astype(total.dtype)
 
 
 def score(connector: jax.Array, keys: jax.Array) -> jax.Array:
@@ -81,7 +84,7 @@ def unnormalized(rule: CachedRule, scores: jax.Array, visible: jax.Array | None,
 def select(rule: CachedRule, scores: jax.Array, visible: jax.Array) -> jax.Array:
     """Indices of the top k visible memories by score, [..., k]. Ties go to the lower index; invisible memories come last."""
     low = jnp.where(visible, scores, jnp.finfo(scores.dtype).min)
-    number, chosen = jnp.arange(scores.shape[-1]), []
+    number, chosen = jax.lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1), []
     # One after another, because XLA would gather the whole batch on every device for `top_k`.
     for _ in range(min(rule.top_k, scores.shape[-1])):
         chosen.append(jax.lax.argmax(low, low.ndim - 1, jnp.int32))

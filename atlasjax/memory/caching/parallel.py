@@ -17,6 +17,7 @@ from atlasjax.memory.fast_weights.chunk import Soup
 from atlasjax.memory.gates import Weights
 from atlasjax.memory.grid import choose
 from atlasjax.memory.rule import Params
+from pallas_kernels.arguments import wide_dtype
 
 
 def parallel_scan(
@@ -68,7 +69,7 @@ def _layout(
     reach = lambda count: count if rule.capacity is None else rule.capacity
     if segment_ids is None:
         count = -(-time // size)
-        s, i = jnp.arange(count)[:, None, None], jnp.arange(count)
+        s, i = jnp.arange(count)[:, None, None], jnp.arange(count)[None, None]
         lengths = None
         if time % size:
             lengths = jnp.full((count, batch), size).at[-1].set(time % size)
@@ -77,7 +78,7 @@ def _layout(
     where = grid.document_pieces(segment_ids, max_segments, size)
     count = where.slots
     assert where.resets is not None
-    s, i = jnp.arange(count)[:, None, None], jnp.arange(count)
+    s, i = jnp.arange(count)[:, None, None], jnp.arange(count)[None, None]
     begins = jax.lax.cummax(jnp.where(where.resets, jnp.arange(count)[:, None], 0), axis=0)[:, :, None]
     visible = (i < s) & (i >= begins) & (s - i <= reach(count))
     return _Layout(count, where.place, where.resets, where.lengths, where.place[:, -1] // size, visible, where.overflow)
@@ -108,11 +109,11 @@ def write_segments(
             return after, (y, after, state if rule.mixes_weights else None)
 
         run = jax.checkpoint(segment, prevent_cse=False)
-        wide = jnp.promote_types(rows.q.dtype, jnp.float32)
+        wide = wide_dtype(rows.q.dtype)
         start = jax.tree.map(lambda x: x.astype(wide) if jnp.issubdtype(x.dtype, jnp.floating) else x, fresh)
         _, (y, ends, starts) = meshes.scan(run, start, (rows, lengths, resets))
     if lengths is not None:
-        real = jnp.arange(size) < lengths[..., None]
+        real = jnp.arange(size)[None, None] < lengths[..., None]
         y = jnp.where(real[..., None, None], y, 0.0)
     return y, ends, starts
 
@@ -145,7 +146,7 @@ def read_segments(
       cached: the memories of the segments.
       starts: states before the segments' first tokens, None if all are fresh.
     """
-    wide, dtype = jnp.promote_types(rows.q.dtype, jnp.float32), rows.q.dtype
+    wide, dtype = wide_dtype(rows.q.dtype), rows.q.dtype
     up = lambda x: jnp.swapaxes(x.astype(wide), 2, 3)  # [segments, batch, heads, C, …]
     q, k, own_read = up(rows.q), up(rows.k), up(y)
     count, size, total = q.shape[0], q.shape[3], cached.visible.shape[-1]
@@ -246,7 +247,7 @@ def _last_state(
 ) -> CachedState:  # fmt: skip
     """The state after the call: the last segment's memory, and the earlier ones of its document."""
     count, batch, size = rows.q.shape[:3]
-    wide = jnp.promote_types(rows.q.dtype, jnp.float32)
+    wide = wide_dtype(rows.q.dtype)
     last = jnp.full((batch,), count - 1) if where.last is None else jnp.minimum(where.last, count - 1)
     take = lambda x: x[last, jnp.arange(batch)]
     online = jax.tree.map(take, ends)
@@ -265,9 +266,10 @@ def _last_state(
         first = jax.lax.cummax(jnp.where(where.resets, jnp.arange(count)[:, None], 0), axis=0)[last, jnp.arange(batch)]
         evicted = jnp.maximum(last - first - kept, 0)
     # Memory number n of the document is stored at n mod N.
-    place = (evicted[:, None] + jnp.arange(places)) % places
-    source = jnp.minimum(begins[:, None] + jnp.arange(places), count - 1)
-    place = jnp.where(jnp.arange(places) < kept[:, None], place, places)
+    number = jnp.arange(places)[None]
+    place = (evicted[:, None] + number) % places
+    source = jnp.minimum(begins[:, None] + number, count - 1)
+    place = jnp.where(number < kept[:, None], place, places)
     row = jnp.arange(batch)[:, None]
     keys = jnp.swapaxes(rows.k.astype(wide), 2, 3)  # [segments, batch, heads, C, key_dim]
     pooled = gating.pool(rule, keys, axis=3)

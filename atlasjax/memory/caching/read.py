@@ -11,6 +11,7 @@ from atlasjax.memory.caching.rule import CachedRule
 from atlasjax.memory.caching.state import CachedState
 from atlasjax.memory.fast_weights.chunk import Soup
 from atlasjax.memory.rule import Params
+from pallas_kernels.arguments import wide_dtype
 
 
 @functools.partial(jax.jit, static_argnames=("rule",))
@@ -23,7 +24,7 @@ def read_state(
     blend: jax.Array | None,
 ) -> jax.Array:
     """Reads a state without writing: q, connector [batch, time, heads, key_dim] → [batch, time, heads, value_dim]."""
-    wide = jnp.promote_types(q.dtype, jnp.float32)
+    wide = wide_dtype(q.dtype)
     up_params = jax.tree.map(lambda x: x.astype(wide), params)
     up = lambda x: jnp.swapaxes(x.astype(wide), 1, 2)
     keys = gating.running_pool(rule, state.key_sum, state.position[:, None])

@@ -11,6 +11,7 @@ from atlasjax.memory.caching.rule import CachedRule
 from atlasjax.memory.caching.state import Tokens, fresh_memory
 from atlasjax.memory.gates import Weights
 from atlasjax.memory.rule import Params
+from pallas_kernels.arguments import wide_dtype
 
 
 def _gates(
@@ -71,7 +72,7 @@ def reference_cached(
     rule: CachedRule[Params], params: Params, tokens: Tokens, segment_ids: jax.Array | None = None
 ) -> jax.Array:
     """y of a call from a fresh memory, [batch, time, heads, value_dim]. Tokens as in `parallel_scan`."""
-    dtype = jnp.promote_types(tokens.q.dtype, jnp.float32)
+    dtype = wide_dtype(tokens.q.dtype)
     wide = lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
     batch, time, heads, key_dim = tokens.q.shape
     params, tokens = jax.tree.map(wide, (params, tokens))

@@ -16,6 +16,7 @@ from atlasjax.memory.caching.state import CachedState, Tokens, tokens_of
 from atlasjax.memory.fast_weights.chunk import Soup
 from atlasjax.memory.gates import Gates
 from atlasjax.memory.rule import Params
+from pallas_kernels.arguments import wide_dtype
 
 
 @functools.partial(jax.jit, static_argnames=("rule", "max_segments"))
@@ -43,7 +44,7 @@ def _from_state(
     """A call that continues from a state anywhere in a segment, one segment after another."""
     time = tokens.q.shape[1]
     size, dtype = rule.segment_size, tokens.q.dtype
-    wide = jnp.promote_types(dtype, jnp.float32)
+    wide = wide_dtype(dtype)
     where = grid.continued_pieces(time, size, state.position)
 
     def one(state: CachedState, xs: tuple[Tokens, jax.Array]) -> tuple[CachedState, jax.Array]:
@@ -51,10 +52,10 @@ def _from_state(
         state = cache.push(rule, params, state, (length > 0) & (state.position == size))
         up = lambda x: jnp.swapaxes(x.astype(wide), 1, 2)
         q, k = up(row.q), up(row.k)
-        real = jnp.arange(where.width) < length[:, None]
+        real = jnp.arange(where.width)[None] < length[:, None]
         k = jnp.where(real[:, None, :, None], k, 0.0)
         sums = state.key_sum[:, :, None] + jnp.cumsum(k, axis=2)
-        seen = state.position[:, None, None] + jnp.arange(1, where.width + 1)
+        seen = state.position[:, None, None] + jnp.arange(1, where.width + 1)[None, None]
         own_keys = gating.running_pool(rule, sums, jnp.broadcast_to(seen, sums.shape[:-1]))
         end = {}
 

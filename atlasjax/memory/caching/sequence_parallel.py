@@ -14,6 +14,7 @@ from atlasjax.memory.caching.rule import CachedRule
 from atlasjax.memory.caching.state import CachedState, Tokens, empty_cache
 from atlasjax.memory.gates import Weights
 from atlasjax.memory.rule import Params
+from pallas_kernels.arguments import wide_dtype
 
 
 def scan_part(
@@ -53,7 +54,7 @@ def scan_part(
 
     # The state, the same on all devices. What is not used of it, as in training, is not computed.
     of_last_device = lambda x: jax.lax.all_gather(x[-1], axes)[-1]
-    wide = jnp.promote_types(rows.k.dtype, jnp.float32)
+    wide = wide_dtype(rows.k.dtype)
     keys = jnp.swapaxes(rows.k.astype(wide), 2, 3)  # [segments, batch, heads, C, key_dim]
     places = max(1, total - 1) if rule.capacity is None else rule.capacity
     state = empty_cache(rule, params, jax.tree.map(of_last_device, ends), places)
@@ -79,7 +80,7 @@ def _read_in_turn(rule: CachedRule[Params], params: Params, rows: Tokens, y: jax
 
     A device never holds more memories than there are devices, nor γ of more, forward or backward: a softmax is summed on the way.
     """
-    wide, dtype = jnp.promote_types(rows.q.dtype, jnp.float32), rows.q.dtype
+    wide, dtype = wide_dtype(rows.q.dtype), rows.q.dtype
     up = lambda x: jnp.swapaxes(x.astype(wide), 2, 3)  # [segments, batch, heads, C, …]
     count, batch, size, heads = rows.q.shape[:4]
     line = lambda x: jnp.moveaxis(x, 0, 2).reshape(batch, heads, count * size, *x.shape[4:])

@@ -16,6 +16,7 @@ from atlasjax.memory.gates import Gates
 from atlasjax.memory.grid import widened
 from atlasjax.memory.layerwise import put_layer, step_layer, take_layer
 from atlasjax.memory.rule import Params
+from pallas_kernels.arguments import wide_dtype
 
 
 @functools.partial(jax.jit, static_argnames=("rule",), inline=True)
@@ -75,7 +76,7 @@ def _token(
     """
     tokens = tokens_of(rule, q, k, v, gates)
     dtype = tokens.q.dtype
-    wide = jnp.promote_types(dtype, jnp.float32)
+    wide = wide_dtype(dtype)
     up = lambda x: x.astype(wide)[:, :, None]
     total = state.key_sum + tokens.k.astype(wide)
     own_keys = gating.running_pool(rule, total, (state.position + 1)[:, None])

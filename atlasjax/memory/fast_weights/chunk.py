@@ -17,6 +17,7 @@ from atlasjax.memory.fast_weights import bounds, dual, formed, mapped, sequentia
 from atlasjax.memory.fast_weights.rule import MemoryRule
 from atlasjax.memory.fast_weights.state import MemoryParams
 from atlasjax.memory.gates import Weights
+from pallas_kernels.arguments import wide_dtype
 
 # Block lengths: number of tokens combined at once. They never affect the result (SEMANTICS 1.4).
 _DUAL_BLOCK = 128  # masks grow with the square of the block, so longer chunks are computed in parts
@@ -212,7 +213,7 @@ def run_chunk(
         decay = slot.retention[0]
         chunk_start = {name: rule.retention.decay(w, decay) for name, w in chunk_start.items()}
     # Newton–Schulz enlarges small singular values, and with them the rounding of products.
-    exact = jnp.promote_types(plan.dtype, jnp.float32) if rule.uses_muon else plan.dtype
+    exact = wide_dtype(plan.dtype) if rule.uses_muon else plan.dtype
     gradients, out, along = gradient_factors(rule, params, rule.weights(chunk_start), k, v, threshold, exact)
     factors, decrease, losses = gradients, None, None
     if rule.step_bound is not None:

@@ -41,6 +41,7 @@ from atlasjax.memory.fast_weights.chunk import Slot
 from atlasjax.memory.fast_weights.rule import MemoryRule
 from atlasjax.memory.fast_weights.state import MemoryParams
 from atlasjax.memory.gates import Weights
+from pallas_kernels.arguments import wide_dtype
 
 # Number of tokens whose blocks are prepared and read together: enough work per operation, but small enough for a CPU's cache. The
 # backward pass stores one memory per group.
@@ -269,7 +270,7 @@ def _substitute(lower: jax.Array, rate: jax.Array, right: jax.Array) -> jax.Arra
 
 def _slot_tokens(rule: MemoryRule, params: MemoryParams, slot: Slot) -> Tokens:
     """The tokens of a slot of one head."""
-    wide = jnp.promote_types(slot.q.dtype, jnp.float32)
+    wide = wide_dtype(slot.q.dtype)
     query, key = (rule.features.apply(params.coefficients, x.astype(wide)) for x in (slot.q, slot.k))
     return tokens_of(
         rule, query, key, slot.v.astype(wide), slot.retention, slot.step_size, slot.removal_key, slot.removal

@@ -35,13 +35,13 @@ class Momenta(NamedTuple):
     def last(self) -> jax.Array:
         """The last S_j, [out, in]."""
         left, inputs = self.factors
-        return self.beta[-1] * self.start + exact(left.T * self.coefficients[-1], inputs)
+        return self.beta[-1] * self.start + exact(left.T * self.coefficients[-1][None], inputs)
 
     def formed(self) -> jax.Array:
         """[J, out, in]."""
         left, inputs = self.factors
-        weighed = jnp.swapaxes(self.coefficients[:, :, None] * left, 1, 2)
-        return self.beta[:, None, None] * self.start + exact(weighed, inputs)
+        weighed = jnp.swapaxes(self.coefficients[:, :, None] * left[None], 1, 2)
+        return self.beta[:, None, None] * self.start[None] + exact(weighed, inputs)
 
 
 def _side_by_side(x: jax.Array) -> jax.Array:
@@ -59,7 +59,7 @@ class Formed(NamedTuple):
         if decay.ndim == 2:
             each = dot(h, self.updates.mT, dtype)
             return jnp.einsum("tj,jto->to", decay, each)
-        return jnp.einsum("jto->to", dot(jnp.swapaxes(decay, 0, 1) * h, self.updates.mT, dtype))
+        return jnp.einsum("jto->to", dot(jnp.swapaxes(decay, 0, 1) * h[None], self.updates.mT, dtype))
 
     def total(self, weights: jax.Array) -> jax.Array:
         """Σ_j weights[j] U_j, [out, in]. weights: [J] or [J, in]."""
@@ -87,7 +87,7 @@ class Polynomials(NamedTuple):
             started = jnp.einsum("tjr,j->tr", each, self.beta)
             written = exact(each.reshape(-1, count * r), _side_by_side(self.rows).T)
             return exact(started, self.start) + exact(written, self.columns)
-        started = exact(h, self.start.T)[:, None] * self.beta[:, None]
+        started = exact(h, self.start.T)[:, None] * self.beta[None, :, None]
         written = exact(exact(h, self.columns.T), _side_by_side(self.rows)).reshape(-1, count, r)
         each = decay[:, :, None] * (started + written)
         return exact(each.reshape(-1, count * r), _side_by_side(self.q).T)
@@ -128,8 +128,8 @@ def _polynomials(
 ) -> Polynomials:
     """start: [r, n]; rows: [E, r]; columns: [E, n]."""
     beta = momenta.beta[:, None, None]
-    rows = momenta.coefficients[:, :, None] * rows
-    half = beta * exact(columns, start.T) + 0.5 * exact(exact(columns, columns.T), rows)
+    rows = momenta.coefficients[:, :, None] * rows[None]
+    half = beta * exact(columns, start.T)[None] + 0.5 * exact(exact(columns, columns.T), rows)
     half = exact(half.mT, rows)
-    grams = beta * beta * exact(start, start.T) + (half + half.mT)
+    grams = beta * beta * exact(start, start.T)[None] + (half + half.mT)
     return Polynomials(tall, xla.polynomial(grams, triples), start, momenta.beta, rows, columns)

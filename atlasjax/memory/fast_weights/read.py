@@ -11,12 +11,13 @@ from atlasjax.memory.fast_weights.reference import read_one
 from atlasjax.memory.fast_weights.rule import MemoryRule
 from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState
 from atlasjax.memory.gates import Weights
+from pallas_kernels.arguments import wide_dtype
 
 
 @functools.partial(jax.jit, static_argnames=("rule",))
 def read_state(rule: MemoryRule, params: MemoryParams, state: MemoryState, q: jax.Array) -> jax.Array:
     """M_t(φ(q)) for queries [batch, time, heads, key_dim]."""
-    wide = jnp.promote_types(q.dtype, jnp.float32)
+    wide = wide_dtype(q.dtype)
     up = jax.tree.map(lambda x: x.astype(wide), params)
     one = lambda p, w, x: read_one(rule, p, w, x)
     over_time = jax.vmap(one, in_axes=(None, None, 0))

@@ -13,6 +13,7 @@ from atlasjax.memory.fast_weights import bounds
 from atlasjax.memory.fast_weights.rule import MemoryRule
 from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState, init_state
 from atlasjax.memory.gates import Gates
+from pallas_kernels.arguments import wide_dtype
 
 
 def read_one(rule: MemoryRule, params: MemoryParams, stored: dict[str, jax.Array], x: jax.Array) -> jax.Array:
@@ -148,9 +149,9 @@ def reference_scan(
     segment_ids: jax.Array | None = None,
 ) -> tuple[jax.Array, MemoryState]:
     """The recurrence over a sequence. Arguments as in `memory.scan`, already checked."""
-    dtype = jnp.promote_types(q.dtype, jnp.float32)
+    dtype = wide_dtype(q.dtype)
     batch, time, heads, _ = q.shape
-    wide = lambda x: x.astype(jnp.promote_types(x.dtype, dtype))
+    wide = lambda x: x.astype(wide_dtype(x.dtype, dtype))
     if state is None:
         state = init_state(rule, params, batch_size=batch)
     params = jax.tree.map(wide, params)

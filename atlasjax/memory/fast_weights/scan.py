@@ -13,6 +13,7 @@ from atlasjax.memory.fast_weights.slots import Carry, SlotInputs, cpu_lanes, fro
 from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState, init_state
 from atlasjax.memory.gates import Gates, Weights
 from atlasjax.memory.grid import MaybeArray, choose
+from pallas_kernels.arguments import wide_dtype
 
 
 @functools.partial(jax.jit, static_argnames=("rule", "max_segments"))
@@ -35,7 +36,7 @@ def xla_scan(
     lengths: [batch], number of tokens in each row, only without segment_ids. The others are not written, and their outputs are NaN.
     soup: other memories to mix with this one in every read, only for a rule without `is_linear`.
     """
-    wide = jnp.promote_types(q.dtype, jnp.float32)
+    wide = wide_dtype(q.dtype)
     batch, time, heads, _ = q.shape
     gates = rule.within_horizon(gates)
     fresh = state is None

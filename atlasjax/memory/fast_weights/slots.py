@@ -18,6 +18,7 @@ from atlasjax.memory.fast_weights.rule import MemoryRule
 from atlasjax.memory.fast_weights.state import MemoryParams
 from atlasjax.memory.gates import Weights
 from atlasjax.memory.grid import Tree, choose
+from pallas_kernels.arguments import wide_dtype
 
 _GROUP_TOKENS = 32  # chunks shorter than this share one checkpoint
 _CPU_LANES = 4
@@ -97,7 +98,7 @@ def scan_slots(
     Returns:
       y [slots, batch, heads, width, value_dim], and the carry after the last slot.
     """
-    wide = jnp.promote_types(dtype, jnp.float32)
+    wide = wide_dtype(dtype)
     batch = jax.tree.leaves(carry.memory)[0].shape[0]
 
     def chunk(params, chunk_start, memory, momentum, window, slot, first, count, mixed):

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from atlasjax.memory.axes.optimizers import OptimizerState
 from atlasjax.memory.check import check_floating, check_residual, check_shape
 from atlasjax.memory.choices import check_choices, check_parts
+from pallas_kernels.arguments import wide_dtype
 
 if TYPE_CHECKING:
     from atlasjax.memory.fast_weights.rule import MemoryRule
@@ -103,7 +104,7 @@ def init_state(
     """
     check_params(rule, params)
     num_heads, _, value_dim = rule.sizes(params)
-    dtype = jnp.promote_types(next(iter(params.weights.values())).dtype, jnp.float32)
+    dtype = wide_dtype(next(iter(params.weights.values())).dtype)
     expand = lambda w: jnp.broadcast_to(w, (batch_size, *w.shape))
     memory = jax.tree.map(expand, rule.start({name: w.astype(dtype) for name, w in params.weights.items()}))
     window = rule.window - 1

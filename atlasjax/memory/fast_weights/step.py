@@ -15,6 +15,7 @@ from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState
 from atlasjax.memory.gates import Gates, Weights
 from atlasjax.memory.grid import MaybeArray, choose
 from atlasjax.memory.layerwise import change_some, put_layer, take_layer
+from pallas_kernels.arguments import wide_dtype
 
 _Updated = tuple[Weights, OptimizerState, Weights | None, Window | None, jax.Array]
 _Token = Callable[..., _Updated]
@@ -33,7 +34,7 @@ def xla_step(
     soup: Soup | None = None,
 ) -> tuple[jax.Array, MemoryState]:
     """One token. q, k: [batch, heads, key_dim]; v: [batch, heads, value_dim]; gates: [batch, heads(, n)]; soup: see `xla_scan`."""
-    wide = jnp.promote_types(q.dtype, jnp.float32)
+    wide = wide_dtype(q.dtype)
     batch, heads, _ = q.shape
     gates = rule.within_horizon(gates)
     sizes = Plan(1, 1, 1, q.dtype)

@@ -12,6 +12,7 @@ from atlasjax.memory.gates import Gates
 from atlasjax.memory.log_linear.rule import LogLinearRule
 from atlasjax.memory.log_linear.state import count_levels, fresh_memory
 from atlasjax.memory.rule import Params
+from pallas_kernels.arguments import wide_dtype
 
 
 class _Carry(TypedDict):
@@ -34,7 +35,7 @@ def reference_outputs(
     segment_ids: jax.Array | None = None,
 ) -> jax.Array:
     """y of a call from a fresh memory, [batch, time, heads, value_dim], at least float32."""
-    dtype = jnp.promote_types(q.dtype, jnp.float32)
+    dtype = wide_dtype(q.dtype)
     wide = lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
     params, (q, k, v, gates) = jax.tree.map(wide, (params, (q, k, v, gates)))
     batch, time = q.shape[:2]

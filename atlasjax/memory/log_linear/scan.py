@@ -15,6 +15,7 @@ from atlasjax.memory.log_linear import state as states
 from atlasjax.memory.log_linear.rule import LogLinearRule
 from atlasjax.memory.log_linear.state import LogLinearState
 from atlasjax.memory.rule import Params, State
+from pallas_kernels.arguments import wide_dtype
 
 _Tokens = tuple[jax.Array, jax.Array, jax.Array, Gates]  # q, k, v and the gates of the inner rule
 
@@ -33,7 +34,7 @@ def xla_scan(
 ) -> tuple[jax.Array, LogLinearState]:
     """`LogLinearRule.scan`."""
     assert gates.connector is not None
-    weights = jax.nn.softplus(gates.connector.astype(jnp.promote_types(q.dtype, jnp.float32)))
+    weights = jax.nn.softplus(gates.connector.astype(wide_dtype(q.dtype)))
     tokens = (q, k, v, gates._replace(connector=None))
     if segment_ids is None and state is None:
         return _parallel(rule, params, tokens, weights)
@@ -61,7 +62,7 @@ def _sequential(
 ) -> tuple[jax.Array, LogLinearState]:
     """A call that continues from a state anywhere in a segment, or has packed documents."""
     time, dtype = tokens[0].shape[1], tokens[0].dtype
-    wide = jnp.promote_types(dtype, jnp.float32)
+    wide = wide_dtype(dtype)
     up_params = jax.tree.map(lambda x: x.astype(wide), params)
     copies = states.count_writers(state)
     resets = jnp.zeros_like(where.lengths, bool) if where.resets is None else where.resets
@@ -80,7 +81,7 @@ def _sequential(
         after = jax.tree.map(lambda x, like: x.astype(like.dtype), after, before)
         state = states.with_written(state, after)
         up = lambda x: jnp.swapaxes(x.astype(wide), 1, 2)
-        real = (jnp.arange(where.width) < length[:, None])[..., None, None]
+        real = (jnp.arange(where.width)[None] < length[:, None])[..., None, None]
         own = up(jnp.where(real, y[::copies], 0.0))
         y = states.read_levels(rule, up_params, state, number, up(row[0]), own, up(weights), dtype)
         state = state._replace(position=state.position + length.astype(jnp.int32))
@@ -99,7 +100,7 @@ def _parallel(
     """A call from a fresh memory. The memories of level j continue those of level j − 1, whose segments are their first half."""
     batch, time = tokens[0].shape[:2]
     size, dtype = rule.segment_size, tokens[0].dtype
-    wide = jnp.promote_types(dtype, jnp.float32)
+    wide = wide_dtype(dtype)
     up_params = jax.tree.map(lambda x: x.astype(wide), params)
     count, last = -(-time // size), (time - 1) // size
     rows = jax.tree.map(lambda x: grid.as_rows(grid.lay_chunks(x, count, size)), tokens)

@@ -11,6 +11,7 @@ from atlasjax.memory.log_linear import state as states
 from atlasjax.memory.log_linear.rule import LogLinearRule
 from atlasjax.memory.log_linear.state import LogLinearState
 from atlasjax.memory.rule import Params
+from pallas_kernels.arguments import wide_dtype
 
 
 @functools.partial(jax.jit, static_argnames=("rule",), inline=True)
@@ -25,7 +26,7 @@ def xla_step(
 ) -> tuple[jax.Array, LogLinearState]:
     """`LogLinearRule.step`."""
     dtype = q.dtype
-    wide = jnp.promote_types(dtype, jnp.float32)
+    wide = wide_dtype(dtype)
     assert gates.connector is not None
     weights = jax.nn.softplus(gates.connector.astype(wide))
     state, number = states.begin_segment(rule, params, state, state.position % rule.segment_size == 0)
@@ -46,7 +47,7 @@ def read_state(
     rule: LogLinearRule[Params], params: Params, state: LogLinearState, q: jax.Array, connector: jax.Array
 ) -> jax.Array:
     """`LogLinearRule.read`."""
-    wide = jnp.promote_types(q.dtype, jnp.float32)
+    wide = wide_dtype(q.dtype)
     up = lambda x: jnp.swapaxes(x.astype(wide), 1, 2)
     up_params = jax.tree.map(lambda x: x.astype(wide), params)
     own = up(rule.rule.read(params, state.own, q.astype(wide)))

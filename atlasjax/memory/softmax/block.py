@@ -261,7 +261,7 @@ def run_block(
             ],
             axis=1,
         )
-        weight = jnp.concatenate([A[:, None] * rho_old, jnp.zeros((b, c - 1), wide), coef.entries], axis=1)
+        weight = jnp.concatenate([A[:, None] * rho_old[None], jnp.zeros((b, c - 1), wide), coef.entries], axis=1)
         raw = sums.scores(rule, q, jnp.concatenate([k[:old], k_chunk]), dtype)
         decay, momentum = A * start.decay, None
         if s is not None:

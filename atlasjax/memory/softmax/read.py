@@ -14,12 +14,13 @@ from atlasjax.memory.softmax.scan import stored_places
 from atlasjax.memory.softmax.state import SoftmaxParams, SoftmaxState
 from atlasjax.memory.softmax.step import OpenChunk, open_chunk, read_open, seen
 from atlasjax.memory.softmax.tape import Cache
+from pallas_kernels.arguments import wide_dtype
 
 
 @functools.partial(jax.jit, static_argnames=("rule",))
 def read_state(rule: SoftmaxRule, params: SoftmaxParams, state: SoftmaxState, q: jax.Array) -> jax.Array:
     """M_t(φ*(q)) for queries [batch, time, heads, key_dim]."""
-    wide = jnp.promote_types(q.dtype, state.keys.dtype)
+    wide = wide_dtype(q.dtype, state.keys.dtype)
     entries = state.keys.shape[2]
     held = stored_places(rule, entries, state.num_tokens)
 

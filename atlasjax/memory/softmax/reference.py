@@ -13,6 +13,7 @@ from atlasjax.memory.gates import Gates
 from atlasjax.memory.softmax.rule import SoftmaxRule
 from atlasjax.memory.softmax.state import SoftmaxParams, SoftmaxState, empty_state
 from atlasjax.memory.softmax.tape import Cache, cut_tail, ordered_cache, stored_cache, tail_places, tape_of
+from pallas_kernels.arguments import wide_dtype
 
 
 def memory_sum(rule: SoftmaxRule, memory: dict, x: jax.Array) -> jax.Array:
@@ -122,7 +123,7 @@ def reference_scan(
     segment_ids: jax.Array | None = None,
 ) -> tuple[jax.Array, SoftmaxState]:
     """The recurrence over a sequence. Arguments as in `scan`, already checked."""
-    dtype = jnp.promote_types(q.dtype, jnp.float32)
+    dtype = wide_dtype(q.dtype)
     batch, time, heads, _ = q.shape
     wide = lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
     params, gates = jax.tree.map(wide, params), jax.tree.map(wide, gates)
@@ -131,7 +132,8 @@ def reference_scan(
         state = empty_state(rule, params, batch, heads, 0, dtype)
     else:
         entries, state = state.keys.shape[2], jax.tree.map(wide, state)
-    place = state.position[:, None] + jnp.arange(time)
+    t = jnp.arange(time)[None]
+    place = state.position[:, None] + t
     tape = tape_of(rule, state, wide(q), wide(k), wide(v), gates, segment_ids, place, rule.pending + time)
     old = ordered_cache(rule, state)
     before, places = old.decay.shape[2], rule.pending + time
@@ -140,7 +142,7 @@ def reference_scan(
     in_batch = {"real": tape.real, "segment": tape.segment}
     grow = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, places), *((0, 0),) * (x.ndim - 3)))
     count = jnp.minimum(state.num_tokens, before)
-    entry = jnp.arange(before + places)
+    entry = jnp.arange(before + places)[None]
     present = (entry >= before - count[:, None]) & (entry < before)
     memory = {
         "keys": grow(old.keys),
@@ -181,9 +183,9 @@ def reference_scan(
         starts = jnp.zeros((batch, time), bool)
         if segment_ids is not None:
             starts = jnp.concatenate([state.segment[:, None], segment_ids[:, :-1]], 1) != segment_ids
-            starts = starts & ~((jnp.arange(time) == 0) & (state.segment[:, None] < 0))
-        since = jax.lax.cummax(jnp.where(starts, jnp.arange(time), -1), axis=1)
-        read = jnp.where(since < 0, state.num_tokens[:, None] + place, jnp.arange(time) - since)
+            starts = starts & ~((t == 0) & (state.segment[:, None] < 0))
+        since = jax.lax.cummax(jnp.where(starts, t, -1), axis=1)
+        read = jnp.where(since < 0, state.num_tokens[:, None] + place, t - since)
         y = jnp.where((read < entries)[:, :, None, None], y, jnp.nan)
     else:
         committed, entries = jnp.minimum(committed, rule.cache_window), rule.cache_window

@@ -28,6 +28,7 @@ from atlasjax.memory.softmax.tape import (
     tail_places,
     tape_of,
 )
+from pallas_kernels.arguments import wide_dtype
 
 _BLOCK_TOKENS = 128  # tokens that read the cache together; never changes the result
 _NOWHERE = 1 << 29  # a slot beyond any tape
@@ -57,7 +58,7 @@ def xla_scan(
 
     lengths: [batch], number of tokens in each row, only without segment_ids. y of the others is NaN. None means that all exist.
     """
-    wide = jnp.promote_types(q.dtype, jnp.float32)
+    wide = wide_dtype(q.dtype)
     batch, time, heads, _ = q.shape
     fresh = state is None
     up = lambda x: x.astype(wide) if jnp.issubdtype(x.dtype, jnp.floating) else x
@@ -81,10 +82,10 @@ def xla_scan(
             place, keep, resets, overflow = where.place, ~starts[:, 0], where.resets, where.overflow
             places = where.num_slots * b
     if place is None:
-        place = None if fresh or not rule.pending else state.position[:, None] + jnp.arange(time)
+        place = None if fresh or not rule.pending else state.position[:, None] + jnp.arange(time)[None]
     if lengths is not None:
         assert segment_ids is None
-        t = jnp.arange(time)
+        t = jnp.arange(time)[None]
         # They get distinct slots beyond any tape, because the scatter declares its indices unique.
         place = jnp.where(t < lengths[:, None], state.position[:, None] + t, _NOWHERE + t)
     chunk, chunks = plan(rule, places, q.dtype)
@@ -108,7 +109,7 @@ def xla_scan(
     num_chunks = sizes.blocks * sizes.chunks
     commits = jnp.ones((batch, num_chunks), bool)
     if rule.pending:
-        commits = jnp.arange(num_chunks) < (end // chunk)[:, None]
+        commits = jnp.arange(num_chunks)[None] < (end // chunk)[:, None]
 
     y, cache, carry = _run(rule, sizes, params, state, tape, commits, resets, segment_ids is not None)
     y = jnp.moveaxis(y.reshape(batch, heads, sizes.blocks * sizes.block, -1), 1, 2)
@@ -165,7 +166,7 @@ def _run(
     before, length = entries + missing, sizes.blocks * sizes.block
     finished = before - (c - 1)
 
-    held = jnp.arange(before) >= before - jnp.minimum(state.num_tokens, before)[:, None]
+    held = jnp.arange(before)[None] >= before - jnp.minimum(state.num_tokens, before)[:, None]
     real = jnp.concatenate([held, tape.real], axis=1)
     segment = jnp.concatenate([jnp.zeros((batch, before), jnp.int32), tape.segment], axis=1)
     reset = None
@@ -175,7 +176,7 @@ def _run(
 
     # Flags by chunk, [batch, chunks, …]. counts[t, i]: whether token t's window may contain token i's gradient.
     num_chunks, E = commits.shape[1], c - 1 + sizes.chunk
-    rows = jnp.arange(num_chunks)[:, None] * sizes.chunk + jnp.arange(E) + finished
+    rows = jnp.arange(num_chunks)[:, None] * sizes.chunk + jnp.arange(E)[None] + finished
     real_chunk, segment_chunk = real[:, rows], segment[:, rows]
     counts = real_chunk[:, :, None, :] & (segment_chunk[:, :, c - 1 :, None] == segment_chunk[:, :, None, :])
 
@@ -194,7 +195,7 @@ def _run(
         if has_scaling(rule):
             columns = None if rule.cache_window is None else -(-finished // sizes.block)
             since = since_commit(whole, columns)
-        windows = jnp.arange(sizes.blocks)[:, None] * sizes.block + jnp.arange(c - 1 + sizes.block)
+        windows = jnp.arange(sizes.blocks)[:, None] * sizes.block + jnp.arange(c - 1 + sizes.block)[None]
         with_window = lambda first, x: (
             jnp.concatenate([first.astype(x.dtype), x])[windows] if c > 1 else x.reshape(sizes.blocks, sizes.block, -1)
         )
@@ -258,5 +259,5 @@ def cache_reads(
 
 def stored_places(rule: SoftmaxRule, entries: int, count: jax.Array) -> jax.Array:
     """Whether each slot of a stored cache holds an entry, [batch, N]."""
-    place = jnp.arange(entries)
+    place = jnp.arange(entries)[None]
     return place < count[:, None] if rule.cache_window is None else place >= entries - count[:, None]

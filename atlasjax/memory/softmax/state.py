@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from atlasjax import check
 from atlasjax.memory.check import check_floating, check_residual, check_shape
 from atlasjax.memory.choices import check_softmax_choices
+from pallas_kernels.arguments import wide_dtype
 
 if TYPE_CHECKING:
     from atlasjax.memory.softmax.rule import SoftmaxRule
@@ -142,7 +143,7 @@ def init_state(
         check.integer("init_state", "max_length", max_length)
     heads = next(iter(params.weights.values())).shape[0] if params.weights else params.num_heads
     if dtype is None:
-        dtype = functools.reduce(jnp.promote_types, [w.dtype for w in params.weights.values()], jnp.float32)
+        dtype = wide_dtype(*[w.dtype for w in params.weights.values()])
     return empty_state(rule, params, batch_size, heads, max_length or 0, dtype)
 
 

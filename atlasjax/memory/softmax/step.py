@@ -23,6 +23,7 @@ from atlasjax.memory.softmax.rule import SoftmaxRule
 from atlasjax.memory.softmax.scan import cache_reads, stored_places
 from atlasjax.memory.softmax.state import SoftmaxParams, SoftmaxState, Tail, empty_state, has_scaling
 from atlasjax.memory.softmax.tape import Cache
+from pallas_kernels.arguments import wide_dtype
 
 
 class OpenChunk(NamedTuple):
@@ -60,7 +61,7 @@ def read_open(
         own = jax.lax.dynamic_index_in_dim(coef.gradients, chunk.last, keepdims=False)
     raw = sums.scores(rule, q, chunk.k, dtype)
     kappa, value, mass = sums.join(rule, part, chunk.A, chunk.s, raw, chunk.entries[None], chunk.sees[None])
-    h = sums.divide(value + sums.weighted(kappa * own, left, dtype), mass)
+    h = sums.divide(value + sums.weighted(kappa * own[None], left, dtype), mass)
     rows = lambda x: None if x is None else jnp.broadcast_to(x, q.shape[:1])
     C = jnp.broadcast_to(own, (q.shape[0], own.shape[0]))
     y = read_out(rule, h, q, weights, momentum, factors, rows(chunk.A), rows(chunk.s), C, dtype)  # type: ignore[arg-type]
@@ -145,7 +146,7 @@ def _write(
     cache_sums: CacheSums,
 ) -> tuple[jax.Array, Written]:  # fmt: skip
     """y of one token, and what it leaves behind. Arguments as for `xla_step`. cache_sums: how the cache is read."""
-    wide = jnp.promote_types(q.dtype, state.keys.dtype)
+    wide = wide_dtype(q.dtype, state.keys.dtype)
     batch, heads, _ = q.shape
     c, b, entries = rule.window, rule.pending + 1, state.keys.shape[2]
     held = stored_places(rule, entries, state.num_tokens)
@@ -198,7 +199,7 @@ def _committed(
 ) -> SoftmaxState:
     """The state after the last token of a chunk. state: that before the token, or after it; dtype: of the tokens."""
     batch, heads = state.keys.shape[:2]
-    c, b, wide = rule.window, rule.pending + 1, jnp.promote_types(dtype, state.keys.dtype)
+    c, b, wide = rule.window, rule.pending + 1, wide_dtype(dtype, state.keys.dtype)
     tail, left, factors, coef = written
 
     def one(cache, weights, weights_momentum, keys, left, factors, coef, count):
@@ -217,7 +218,7 @@ def _committed(
     window = lambda x, rest: jnp.concatenate([x[:, :, b:], rest[:, :, c - 1 :]], axis=2)
     new_tail = fresh._replace(keys=window(tail.keys, fresh.keys), values=window(tail.values, fresh.values))
     if fresh.preactivations is not None and c - 1 + rule.pending:
-        real = jnp.arange(c - 1 + rule.pending)
+        real = jnp.arange(c - 1 + rule.pending)[None]
         real = (real < c - 1) & (real >= c - 1 - count[:, None])
         new_tail = new_tail._replace(preactivations=cache_reads(rule, new_cache, count, new_tail.keys, dtype, real))
     return SoftmaxState(

@@ -52,6 +52,7 @@ def weighted(kappa: jax.Array, x: jax.Array, dtype: jnp.dtype) -> jax.Array:
 def _largest(scores: jax.Array, weight: jax.Array, visible: jax.Array) -> jax.Array:
     """Maximum of score + log weight over visible entries with a positive weight; −inf if there are none."""
     scores, weight = jax.lax.stop_gradient((scores, weight))
+    weight = jnp.broadcast_to(weight, scores.shape)
     log = jnp.log(jnp.where(weight > 0, weight, 1.0))
     return jnp.max(jnp.where(visible & (weight > 0), scores + log, -jnp.inf), axis=-1, initial=-jnp.inf)
 

@@ -51,7 +51,7 @@ def tape_of(
     """
     batch, time, heads, _ = q.shape
     tail, wide = state.tail, state.keys.dtype
-    pending = jnp.arange(rule.pending) < state.position[:, None]
+    pending = jnp.arange(rule.pending)[None] < state.position[:, None]
     if keep is not None:
         pending = pending & keep[:, None]
 
@@ -106,13 +106,13 @@ def ordered_cache(rule: SoftmaxRule, state: SoftmaxState) -> Cache:
     entries = state.keys.shape[2]
     if rule.cache_window is not None or entries == 0:
         return cache
-    index = jnp.arange(entries) - entries + state.num_tokens[:, None]
+    index = jnp.arange(entries)[None] - entries + state.num_tokens[:, None]
     return jax.tree.map(lambda x: _take(x, index, (index >= 0) & (index < entries)), cache)
 
 
 def stored_cache(rule: SoftmaxRule, cache: Cache, end: jax.Array, count: jax.Array, entries: int) -> Cache:
     """The inverse of `ordered_cache`: the stored form of the entries before `end` [batch], the last `count` of its segment."""
-    place = jnp.arange(entries)
+    place = jnp.arange(entries)[None]
     if rule.cache_window is None:
         index, valid = end[:, None] - count[:, None] + place, place < count[:, None]
     else:
@@ -135,14 +135,14 @@ def cut_tail(
     """
     c, p = rule.window, rule.pending
     valid = tail_places(rule, count, position)
-    index = start[:, None] + jnp.arange(c - 1 + p)  # the window of the old state precedes the tape
+    index = start[:, None] + jnp.arange(c - 1 + p)[None]  # the window of the old state precedes the tape
     by_head = lambda x: jnp.moveaxis(x, 1, 2)
 
     def tokens(old: jax.Array, new: jax.Array) -> jax.Array:
         return _take(jnp.concatenate([old[:, :, : c - 1], by_head(new).astype(old.dtype)], axis=2), index, valid)
 
-    pending = start[:, None] + jnp.arange(p)
-    real = jnp.arange(p) < position[:, None]
+    pending = start[:, None] + jnp.arange(p)[None]
+    real = jnp.arange(p)[None] < position[:, None]
     gate = lambda new, fill: _take(by_head(new), pending, real, fill)
     return Tail(
         keys=tokens(state.tail.keys, tape.k),
@@ -157,7 +157,7 @@ def cut_tail(
 
 def tail_places(rule: SoftmaxRule, count: jax.Array, position: jax.Array) -> jax.Array:
     """Whether each slot of a tail holds a token, [batch, c − 1 + p], given the numbers of tokens up to t' and after it, [batch]."""
-    places, c = jnp.arange(rule.window - 1 + rule.pending), rule.window
+    places, c = jnp.arange(rule.window - 1 + rule.pending)[None], rule.window
     return (places >= c - 1 - count[:, None]) & (places < c - 1 + position[:, None])
 
 

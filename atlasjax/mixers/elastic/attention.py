@@ -248,7 +248,7 @@ def _extend(
 ) -> tuple[jax.Array, ElasticState]:
     step = _one_token if q.shape[1] == 1 else _piece
     y, after = step(q, k, v, state, matrices, **options)
-    position = state.position[:, None] + jnp.arange(q.shape[1])
+    position = state.position[:, None] + jnp.arange(q.shape[1])[None]
     return jnp.where((position < state.max_length)[:, :, None, None], y, jnp.nan), after
 
 
@@ -272,7 +272,7 @@ def _piece(
     grid, last = continued(state.position, time, size), unfinished(state.position, time, size)
     queries, places = continued_queries(state.position, time, size)
     kb, vb = grid.lay(k, state.keys), grid.lay(v, state.values)
-    full = jnp.arange(grid.touched)[:, None] < last
+    full = jnp.arange(grid.touched)[:, None] < last[None]
 
     def block(memory: _Memory, xs: tuple[jax.Array, ...]) -> tuple[_Memory, jax.Array]:
         q, place, k, v, index, full = xs

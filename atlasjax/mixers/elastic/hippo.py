@@ -25,6 +25,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from atlasjax import check
+from atlasjax.memory.products import wide_dtype
 from atlasjax.mixers.shapes import check_series
 from atlasjax.names import lookup
 
@@ -156,7 +157,7 @@ def compress(
         raise ValueError(
             f"compress: start={start} with coefficients {given}: give coefficients if, and only if, start > 0."
         )
-    dtype = jnp.promote_types(signal.dtype, jnp.float32)
+    dtype = wide_dtype(signal.dtype)
     if coefficients is not None:
         check_series("compress", "coefficients", coefficients, "[..., order, channels]")
     p, k = block(order, start, start + signal.shape[-2], discretization=discretization, legacy_hippo=legacy_hippo)
@@ -180,7 +181,7 @@ def reconstruct(
     """
     check_series("reconstruct", "coefficients", coefficients, "[..., order, channels]")
     matrix = reconstruction(coefficients.shape[-2], positions, length)
-    return apply(jnp.asarray(matrix, jnp.promote_types(coefficients.dtype, jnp.float32)), coefficients)
+    return apply(jnp.asarray(matrix, wide_dtype(coefficients.dtype)), coefficients)
 
 
 def apply(matrix: Float[Array, "rows n"], x: Float[Array, "... n channels"]) -> Float[Array, "... rows channels"]:

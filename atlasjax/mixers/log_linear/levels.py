@@ -38,5 +38,5 @@ def has_level(level: Int[Array, "..."], t: Int[Array, "..."]) -> Bool[Array, "..
 
 def softmax(scores: Float[Array, "*tokens levels"], t: Int[Array, "*tokens 1"]) -> Float[Array, "*tokens levels"]:
     """Softmax of scores [..., levels] over the levels that token t [..., 1] has."""
-    has = has_level(jnp.arange(scores.shape[-1]), t)
+    has = has_level(jnp.arange(scores.shape[-1]).reshape(*(1,) * (t.ndim - 1), -1), t)
     return jax.nn.softmax(jnp.where(has, scores, -jnp.inf), axis=-1)

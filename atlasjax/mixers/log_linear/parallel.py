@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 from atlasjax.memory import grid
 from atlasjax.memory.blocks import decay_products, dot, exact, neighbours
 from atlasjax.memory.check import check_ids
+from atlasjax.memory.products import wide_dtype
 from atlasjax.mixers.log_linear.check import check_segment_weights, check_whole
 from atlasjax.mixers.log_linear.levels import has_level, level_of, num_levels, softmax
 
@@ -40,7 +41,7 @@ class _Layout(NamedTuple):
 def _layout(segment_ids: jax.Array) -> _Layout:
     """Places the segments in order of rounded length, the longest first, so that each starts at a multiple of its own."""
     time = segment_ids.shape[1]
-    t = jnp.arange(time)
+    t = jnp.arange(time)[None]
     starts = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     segment = jnp.cumsum(starts, axis=1) - 1
     lengths = jax.vmap(lambda segment: jnp.zeros(time, jnp.int32).at[segment].add(1))(segment)
@@ -96,13 +97,13 @@ def _whole(
     if segment_ids is not None:
         layout = _layout(segment_ids)
         # Tokens before the segment are at levels that the token does not have.
-        there = has_level(jnp.arange(weights.shape[-1]), layout.position[..., None, None])
+        there = has_level(jnp.arange(weights.shape[-1])[None, None, None], layout.position[..., None, None])
         own = layout.lay(jnp.where(there, weights, 0.0))
         more = num_levels(layout.size) - own.shape[-1]
         own = jnp.pad(own, ((0, 0),) * 3 + ((0, max(more, 0)),))
         decay = None if retention is None else layout.lay(retention, 1.0)
         return layout.gather(_whole(layout.lay(q), layout.lay(k), layout.lay(v), own, decay, None))
-    wide = jnp.promote_types(q.dtype, jnp.float32)
+    wide = wide_dtype(q.dtype)
     time = q.shape[1]
     size = max(1 << (time - 1).bit_length(), 1)
     if retention is None:
@@ -116,7 +117,7 @@ def _whole(
         ).reshape(-1, block, *x.shape[1:])
         q, k, v, weights, decay = parts(q), parts(k), parts(v), parts(weights), parts(decay, 1.0)
         start, pairwise = jax.vmap(decay_products)(decay)  # [parts, m], [parts, m, m]
-        level = level_of(jnp.arange(block)[:, None], jnp.arange(block))
+        level = level_of(jnp.arange(block)[:, None], jnp.arange(block)[None])
         shares = jnp.take_along_axis(weights, jnp.broadcast_to(level, (q.shape[0], block, block)), axis=2)
         y = dot(exact(q, k.mT) * pairwise * shares, v, q.dtype)
         states = dot((v * pairwise[:, -1, :, None]).mT, k, q.dtype)  # [parts, value_dim, key_dim]
@@ -178,7 +179,7 @@ def _segment_weights(connector: jax.Array, keys: jax.Array, segment_ids: jax.Arr
 
 def _segment_scores(connector: jax.Array, keys: jax.Array) -> jax.Array:
     """⟨u_t, mean of the keys of the segment before t's own⟩ for each level, [batch, time, heads, num_levels(time)]."""
-    wide = jnp.promote_types(connector.dtype, jnp.float32)
+    wide = wide_dtype(connector.dtype)
     time = connector.shape[1]
     levels, size = num_levels(time), 1 << (time - 1).bit_length()
 

@@ -33,7 +33,7 @@ def init_state(batch_size: int, heads: int, key_dim: int, value_dim: int, max_le
     check_sizes(where, batch_size=batch_size, heads=heads, key_dim=key_dim, value_dim=value_dim, max_length=max_length)
     levels = num_levels(max_length)
     return LogLinearState(
-        states=jnp.zeros((batch_size, heads, levels, value_dim, key_dim)),
-        key_sums=jnp.zeros((batch_size, heads, levels, key_dim)),
+        states=jnp.zeros((batch_size, heads, levels, value_dim, key_dim), jnp.float32),
+        key_sums=jnp.zeros((batch_size, heads, levels, key_dim), jnp.float32),
         position=jnp.zeros((batch_size,), jnp.int32),
     )

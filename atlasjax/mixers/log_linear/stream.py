@@ -53,7 +53,7 @@ def _step(state: LogLinearState, tokens: _Tokens) -> tuple[jax.Array, LogLinearS
     q_, k_, v_ = (x.astype(wide) for x in (q, k, v))
     # Token t closes the segments below its lowest set bit n, which merge into the segment of level n + 1.
     lowest = jnp.where(t > 0, 31 - jax.lax.clz(t & -t), -1)
-    level = jnp.arange(levels)
+    level = jnp.arange(levels)[None]
     below, at = level <= lowest[:, None], (level == lowest[:, None] + 1) & (t > 0)[:, None]
 
     def merge(x: jax.Array) -> jax.Array:
@@ -68,9 +68,9 @@ def _step(state: LogLinearState, tokens: _Tokens) -> tuple[jax.Array, LogLinearS
     states = states.at[:, :, 0].set(v_[..., :, None] * k_[..., None, :])
     sums = sums.at[:, :, 0].set(k_)
     if connector is not None:
-        length = jnp.left_shift(1, jnp.maximum(level - 1, 0))
+        length = jnp.left_shift(1, jnp.maximum(level - 1, 0)).astype(wide)
         scores = jnp.einsum("bhd,bhld->bhl", connector.astype(wide), sums, precision=jax.lax.Precision.HIGHEST)
-        shares = softmax(scores / length, t[:, None, None])
+        shares = softmax(scores / length[None], t[:, None, None])
     else:
         assert weights is not None
         shares = weights[..., :levels].astype(wide)
@@ -144,8 +144,8 @@ def _extend_piece(state: LogLinearState, xs: tuple[_Tokens, jax.Array]) -> tuple
     assert decay is not None  # ones where there is no decay
     einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
     levels, block, wide = state.states.shape[2], q.shape[2], q.dtype
-    level = jnp.arange(levels)
-    t = state.position[:, None] + jnp.arange(block)
+    level = jnp.arange(levels)[None]
+    t = state.position[:, None] + jnp.arange(block)[None]
     # Start positions of the states' segments, as seen from the last token read. Absent levels are zero.
     newest = state.position[:, None] - 1
     begin = jnp.where(level == 0, newest, jnp.left_shift(jnp.right_shift(newest, level), level))
@@ -155,8 +155,11 @@ def _extend_piece(state: LogLinearState, xs: tuple[_Tokens, jax.Array]) -> tuple
     past = jnp.tril(jnp.ones((block, block), wide))
     if connector is not None:
         scores = einsum("bhtl,btlm->bhtm", einsum("bhtd,bhld->bhtl", connector, state.key_sums), one_hot(of_state))
-        scores += einsum("bhts,btsm->bhtm", einsum("bhtd,bhsd->bhts", connector, k) * past, one_hot(of_token))
-        shares = softmax(scores / jnp.left_shift(1, jnp.maximum(level - 1, 0)), t[:, None, :, None])
+        scores += einsum(
+            "bhts,btsm->bhtm", einsum("bhtd,bhsd->bhts", connector, k) * past[None, None], one_hot(of_token)
+        )
+        spans = jnp.left_shift(1, jnp.maximum(level - 1, 0)).astype(wide)  # tokens of each level
+        shares = softmax(scores / spans[None, None], t[:, None, :, None])
     else:
         assert weights is not None
         shares = weights

@@ -60,5 +60,5 @@ class GatedDeltaNetMixer(HeadsMixer):
         q, k, v, z = shared(q), shared(k), split(v), split(z)
         logits = float32_product(x, self.gates)
         beta = self.largest_step * jax.nn.sigmoid(logits[:, :, 0])
-        decay = jnp.exp(self.A_log[...]) * jax.nn.softplus(logits[:, :, 1] + self.dt_bias[...])
+        decay = jnp.exp(self.A_log[None, None]) * jax.nn.softplus(logits[:, :, 1] + self.dt_bias[None, None])
         return Tokens(q, k, v, memory.Gates(retention=jnp.exp(-decay), step_size=beta), z), inputs

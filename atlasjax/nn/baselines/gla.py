@@ -35,14 +35,14 @@ class GLAMixer(HeadsMixer):
         self.inputs = HeadProjections(config.dim, self.num_heads, sizes, rngs=rngs)
         self.decay_in = Linear((config.dim, _RANK), ("embed", "rank"), rngs=rngs)
         self.decay_out = Linear((_RANK, self.num_heads, self.key_dim), ("rank", "heads", None), rngs=rngs)
-        self.decay_bias = param(jnp.zeros((self.num_heads, self.key_dim)), "heads", None)
+        self.decay_bias = param(jnp.zeros((self.num_heads, self.key_dim), jnp.float32), "heads", None)
 
     def start_inputs(self, batch_size, dtype):
         return None
 
     def project(self, x, inputs, segment_ids):
         (q, k, v, z), _ = self.inputs(x, None, None)
-        logits = float32_product(float32_product(x, self.decay_in), self.decay_out) + self.decay_bias[...]
+        logits = float32_product(float32_product(x, self.decay_in), self.decay_out) + self.decay_bias[None, None]
         alpha = jnp.exp(jax.nn.log_sigmoid(logits) / _TEMPERATURE)
-        gates = memory.Gates(retention=alpha, step_size=jnp.ones(q.shape[:3]))
+        gates = memory.Gates(retention=alpha, step_size=jnp.ones(q.shape[:3], jnp.float32))
         return Tokens(q, k * self.key_dim**-0.5, v, gates, z), None

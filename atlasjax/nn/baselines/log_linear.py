@@ -52,11 +52,11 @@ class LevelWeights(nnx.Module):
 
     def __init__(self, dim: int, num_heads: int, *, rngs: nnx.Rngs):
         self.linear = Linear((dim, num_heads, LEVELS), ("embed", "heads", None), rngs=rngs)
-        self.scale = param(jnp.ones((num_heads, LEVELS)), "heads", None)
+        self.scale = param(jnp.ones((num_heads, LEVELS), jnp.float32), "heads", None)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[batch, time, dim] → [batch, time, heads, LEVELS]."""
-        return jax.nn.softplus(self.scale[...] * float32_product(x, self.linear))
+        return jax.nn.softplus(self.scale[None, None] * float32_product(x, self.linear))
 
 
 def _with_levels(weights: jax.Array, levels: int) -> jax.Array:
@@ -126,13 +126,13 @@ class LogLinearMamba2Mixer(Mamba2Mixer):
     def project(self, x, inputs, segment_ids):
         tokens, inputs = super().project(x, inputs, segment_ids)
         B, C = (jnp.repeat(z, self.num_heads // self.groups, axis=2) for z in (tokens.B, tokens.C))
-        v = (tokens.step[..., None] * tokens.x).astype(x.dtype)
-        retention = jnp.exp(-tokens.step * jnp.exp(self.A_log[...]))
+        v = (tokens.step[..., None] * tokens.x.astype(jnp.float32)).astype(x.dtype)
+        retention = jnp.exp(-tokens.step * jnp.exp(self.A_log[None, None]))
         return LogLinearTokens(C, B, v, retention, tokens, weights=self.levels(x)), inputs
 
     def recur(self, tokens, state, segment_ids, max_segments):
         y, state = recur(tokens, state, segment_ids)
-        skip = self.D[...][:, None] * tokens.rest.x.astype(jnp.float32)
+        skip = self.D[None, None, :, None] * tokens.rest.x.astype(jnp.float32)
         return (y.astype(jnp.float32) + skip).astype(y.dtype), state
 
     def output(self, y, tokens):

@@ -30,7 +30,7 @@ class LonghornMixer(MambaBlock):
     undivided = _RULE.undivided  # see `mixers.check_divided`
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        super().__init__(config, jnp.zeros(config.ssm.expand * config.dim), rngs=rngs)
+        super().__init__(config, jnp.zeros(config.ssm.expand * config.dim, jnp.float32), rngs=rngs)
 
     def activate(self, logits):
         return jax.nn.sigmoid(logits)

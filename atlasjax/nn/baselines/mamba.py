@@ -47,13 +47,13 @@ class MambaBlock(RecurrentMixer):
         self.inner, self.state_dim, self.rank = inner, ssm.state_dim, rank
         self.inputs = Linear((config.dim, 2, inner), ("embed", None, "heads"), rngs=rngs)
         self.conv = CausalConv(config.conv_width, (inner,), ("heads",), rngs=rngs)
-        self.conv_bias = param(jnp.zeros(inner), "heads")
+        self.conv_bias = param(jnp.zeros(inner, jnp.float32), "heads")
         self.selection = Linear((inner, rank + 2 * ssm.state_dim), ("heads", "rank"), rngs=rngs)
         self.step = Linear((rank, inner), ("rank", "heads"), rngs=rngs)
         bound = rank**-0.5
-        self.step.kernel[...] = jax.random.uniform(rngs.params(), (rank, inner), minval=-bound, maxval=bound)
+        self.step.kernel[...] = jax.random.uniform(rngs.params(), (rank, inner), jnp.float32, -bound, bound)
         self.step_bias = param(bias, "heads")
-        self.D = param(jnp.ones(inner), "heads")
+        self.D = param(jnp.ones(inner, jnp.float32), "heads")
         self.out = output_projection(config, rngs, inner=inner)
 
     def activate(self, logits: jax.Array) -> jax.Array:
@@ -66,13 +66,13 @@ class MambaBlock(RecurrentMixer):
     def project(self, x, inputs, segment_ids):
         projected = self.inputs(x)
         mixed, inputs = self.conv(projected[:, :, 0], inputs, segment_ids)
-        mixed = jax.nn.silu(mixed + self.conv_bias[...]).astype(x.dtype)
+        mixed = jax.nn.silu(mixed + self.conv_bias[None, None]).astype(x.dtype)
         low, write, read = jnp.split(self.selection(mixed), (self.rank, self.rank + self.state_dim), axis=-1)
-        step = self.activate(self.step(low).astype(jnp.float32) + self.step_bias[...])
+        step = self.activate(self.step(low).astype(jnp.float32) + self.step_bias[None, None])
         return MambaTokens(mixed, projected[:, :, 1], step, write, read), inputs
 
     def output(self, y: jax.Array, tokens: MambaTokens) -> jax.Array:
-        y = y + (self.D[...] * tokens.x).astype(y.dtype)
+        y = y + (self.D[None, None] * tokens.x.astype(jnp.float32)).astype(y.dtype)
         return self.out(y * jax.nn.silu(tokens.z))
 
 
@@ -88,7 +88,7 @@ class MambaMixer(MambaBlock):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         super().__init__(config, step_bias(rngs, config.ssm.expand * config.dim), rngs=rngs)
-        rates = jnp.log(jnp.arange(1.0, self.state_dim + 1))
+        rates = jnp.log(jnp.arange(1, self.state_dim + 1, dtype=jnp.float32))
         self.A_log = param(jnp.tile(rates, (self.inner, 1)), "heads", None)
 
     def activate(self, logits):

@@ -160,7 +160,7 @@ class MatrixMixer(RecurrentMixer):
 
 
 def _zero(num_heads: int, key_dim: int, value_dim: int) -> memory.MemoryParams:
-    return memory.MemoryParams({"W": jnp.zeros((num_heads, value_dim, key_dim))}, None, None)
+    return memory.MemoryParams({"W": jnp.zeros((num_heads, value_dim, key_dim), jnp.float32)}, None, None)
 
 
 def start_memory(

@@ -42,10 +42,12 @@ class RetNetMixer(HeadsMixer):
     def project(self, x, inputs, segment_ids):
         (q, k, v, z), _ = self.inputs(x, None, None)
         time = jnp.arange(x.shape[1])
-        position = inputs[:, None] + time
+        position = inputs[:, None] + time[None]
         if segment_ids is not None:  # positions count from the segment's start
             position = position - jax.lax.cummax(jnp.where(segment_starts(segment_ids), position, 0), axis=1)
         q, k = rotate(q, position), rotate(k, position) * self.key_dim**-0.5
         gamma = jnp.asarray(1.0 - 2.0 ** (-5.0 - np.arange(self.num_heads)), jnp.float32)
-        gates = memory.Gates(retention=jnp.broadcast_to(gamma, q.shape[:3]), step_size=jnp.ones(q.shape[:3]))
+        gates = memory.Gates(
+            retention=jnp.broadcast_to(gamma, q.shape[:3]), step_size=jnp.ones(q.shape[:3], jnp.float32)
+        )
         return Tokens(q, k.astype(q.dtype), v, gates, z), inputs + x.shape[1]

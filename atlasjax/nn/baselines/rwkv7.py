@@ -47,7 +47,7 @@ class LowRank(nnx.Module):
         """[..., dim] → [..., heads, size], float32."""
         low = float32_product(x, self.down)
         y = float32_product(low if activation is None else activation(low), self.up)
-        return y if self.bias is None else y + self.bias[...]
+        return y if self.bias is None else y + jnp.broadcast_to(self.bias[...], y.shape)
 
 
 class RWKV7Mixer(MatrixMixer):
@@ -110,8 +110,8 @@ class RWKV7Mixer(MatrixMixer):
         self.removal_scale = per_key(0.71 - 0.1 * linear)  # ξ
         self.replacement = per_key(np.full(inner, 1.02))  # k_a
         self.bonus = per_key(np.full(inner, -0.04))  # ρ
-        self.norm_scale = param(jnp.full((heads, value_dim), _DEPTH**0.7), "heads", None)
-        self.norm_bias = param(jnp.zeros((heads, value_dim)), "heads", None)
+        self.norm_scale = param(jnp.full((heads, value_dim), _DEPTH**0.7, jnp.float32), "heads", None)
+        self.norm_bias = param(jnp.zeros((heads, value_dim), jnp.float32), "heads", None)
         self.out = output_projection(config, rngs, inner=heads * value_dim)
         bias = 0.73 - 0.4 * np.linspace(-0.5, 0.5, heads * value_dim)
         value = lambda: LowRank(dim, value_rank, (heads, value_dim), bias, rngs=rngs)
@@ -135,7 +135,7 @@ class RWKV7Mixer(MatrixMixer):
 
     def _shifted(self, x: jax.Array, inputs: jax.Array, segment_ids: jax.Array | None) -> dict[str, jax.Array]:
         delta = previous(x, inputs, segment_ids) - x
-        return dict(zip(_NAMES, (x + delta * mu for mu in self.shift[...].astype(x.dtype))))
+        return dict(zip(_NAMES, (x + delta * mu[None, None] for mu in self.shift[...].astype(x.dtype))))
 
     def start_inputs(self, batch_size, dtype):
         return jnp.zeros((batch_size, 1, self.shift[...].shape[1]), dtype)  # the last token's x
@@ -151,9 +151,9 @@ class RWKV7Mixer(MatrixMixer):
         a = jax.nn.sigmoid(self.a(mixed["a"]))
         g = self.g(mixed["g"], jax.nn.sigmoid).astype(x.dtype)
         wide = k.astype(jnp.float32)
-        removal_key = l2_normalize(wide * self.removal_scale[...], self.key_eps)
-        replacement = wide * (1.0 + (a - 1.0) * self.replacement[...])
-        bonus = jnp.sum(r.astype(jnp.float32) * replacement * self.bonus[...], axis=-1)
+        removal_key = l2_normalize(wide * self.removal_scale[None, None], self.key_eps)
+        replacement = wide * (1.0 + (a - 1.0) * self.replacement[None, None])
+        bonus = jnp.sum(r.astype(jnp.float32) * replacement * self.bonus[None, None], axis=-1)
         gates = memory.Gates(retention=w, removal_key=removal_key, removal=a)
         return Tokens(r, replacement.astype(x.dtype), v, gates, RWKV7Rest(bonus, g)), x[:, -1:]
 
@@ -163,6 +163,6 @@ class RWKV7Mixer(MatrixMixer):
         centered = wide - jnp.mean(wide, axis=-1, keepdims=True)
         variance = jnp.mean(centered * centered, axis=-1, keepdims=True)
         normed = centered * jax.lax.rsqrt(variance + self.norm_eps)
-        normed = normed * self.norm_scale[...] + self.norm_bias[...]
-        gated = (normed + rest.bonus[..., None] * tokens.v).astype(y.dtype) * rest.gate
+        normed = normed * self.norm_scale[None, None] + self.norm_bias[None, None]
+        gated = (normed + rest.bonus[..., None] * tokens.v.astype(jnp.float32)).astype(y.dtype) * rest.gate
         return self.out(gated.reshape(*y.shape[:2], -1))

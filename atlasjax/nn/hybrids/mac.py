@@ -197,9 +197,9 @@ class MACMixer(nnx.Module):
         head = (size - state.tokens.position) % size
         whole = (time - head) // size
         y, state = self._pieces(self._token, 1, one_by_one[: size - 1], head, x, queries, y, state)
-        starts = head + jnp.arange(time // size)[:, None] * size
+        starts = head[None] + jnp.arange(time // size)[:, None] * size
         y, state = self._pieces(self._segment, size, starts, head + whole * size, x, queries, y, state)
-        starts = head + whole * size + one_by_one[: size - 1]
+        starts = (head + whole * size)[None] + one_by_one[: size - 1]
         return self._pieces(self._token, 1, starts, time, x, queries, y, state)
 
     def _pieces(
@@ -221,7 +221,7 @@ class MACMixer(nnx.Module):
         def piece(carry: tuple[jax.Array, MACState], start: jax.Array) -> tuple[tuple[jax.Array, MACState], None]:
             y, state = carry
             active = start < end
-            index = start[:, None] + jnp.arange(size)
+            index = start[:, None] + jnp.arange(size)[None]
             inside = jnp.minimum(index, time - 1)
 
             def go(y: jax.Array, state: MACState) -> tuple[jax.Array, MACState]:
@@ -260,7 +260,7 @@ class MACMixer(nnx.Module):
             KVCache(put(cache.keys, k), put(cache.values, v), after)
             for cache, (k, v) in ((state.tokens, token), (state.retrieved, recalled))
         )
-        earlier = (jnp.arange(self.segment_size) <= position[:, None])[:, None]
+        earlier = (jnp.arange(self.segment_size)[None] <= position[:, None])[:, None]
         held = lambda cache: (apart(cache.keys, self.attention.kv_heads), apart(cache.values, self.attention.kv_heads))
         a = self._attend(q, rotated, held(tokens), held(retrieved), earlier)
         y, written = self._write(a, state.memory, self.memory.scan_from)
