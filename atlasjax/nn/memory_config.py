@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Iterable, Mapping
 
 from atlasjax import check, rules
-from atlasjax.memory import BACKENDS, Rule, structures
+from atlasjax.memory import BACKENDS, Backend, Rule, structures
 from atlasjax.memory import features as features_lib
 from atlasjax.memory.truncation import check_truncation
 from atlasjax.names import call_with, lookup, name_of, options_text, resolve
@@ -119,6 +119,14 @@ class MemoryConfig:
             raise ValueError(
                 f'MemoryConfig: implementation="{self.implementation}" has no kernel for {self.build()!r}. Use "xla" or None.'
             )
+
+    @property
+    def platform(self) -> str | None:
+        """The only platform on which the implementation runs: "tpu", "cuda", …, or None."""
+        if self.implementation is None:
+            return None
+        backend: Backend = resolve("MemoryConfig.implementation", self.implementation, BACKENDS)
+        return backend.platform
 
     def build(self) -> Rule:
         """The named rule with all overrides that are not None: a `memory.Rule`, with caching a `CachedRule` or a `LogLinearRule`.

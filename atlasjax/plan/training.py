@@ -11,8 +11,6 @@ from atlasjax.config_json import from_dict, to_dict
 from atlasjax.distributed.mesh import MeshConfig, make_mesh
 from atlasjax.distributed.sharding import batch_sharding
 from atlasjax.flops import count_flops
-from atlasjax.memory import BACKENDS
-from atlasjax.names import resolve
 from atlasjax.plan import child, compiled
 from atlasjax.plan.compiled import Plan
 from atlasjax.plan.topology import Topology, check_topology
@@ -53,13 +51,11 @@ def _check_implementations(config: TrainConfig, target: Topology) -> None:
     branch = config.model.branch
     memories = {"memory": config.model.memory} | ({} if branch is None else {"branch.memory": branch.memory})
     for name, memory in memories.items():
-        if memory.implementation is not None:
-            platform = resolve("implementation", memory.implementation, BACKENDS).platform
-            if platform not in (None, target.compiler.PLATFORM):
-                raise ValueError(
-                    f"{name}.implementation is {memory.implementation!r}, which runs on {platform} only; {target.name} is "
-                    f"{target.compiler.PLATFORM}."
-                )
+        if memory.platform not in (None, target.compiler.PLATFORM):
+            raise ValueError(
+                f"{name}.implementation is {memory.implementation!r}, which runs on {memory.platform} only; {target.name} is "
+                f"{target.compiler.PLATFORM}."
+            )
 
 
 def device_hours(config: TrainConfig, topology: str, utilization: float = UTILIZATION) -> float:
