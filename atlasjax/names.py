@@ -4,11 +4,12 @@ Configs store names, so that they can be saved and loaded in another process. "p
 object. A class or function passed directly is stored under that name.
 """
 
+import contextlib
 import difflib
 import importlib
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -132,8 +133,7 @@ def call_with(
     """`function(*arguments, **keywords, **options)`.
 
     Raises:
-      ValueError: `function` does not accept these arguments, or raises an error other than ValueError and OSError, which say
-        themselves what is wrong.
+      ValueError: `function` does not accept these arguments.
     """
     given, signature = json.loads(options), signature_of(function)
     try:
@@ -144,12 +144,18 @@ def call_with(
         signature.bind(*arguments, **keywords, **given)
     except TypeError as error:
         raise ValueError(f"{kind} {name!r} with options {options}: {error}.") from None
+    return function(*arguments, **keywords, **given)
+
+
+@contextlib.contextmanager
+def named(what: str, *, but: tuple[type[Exception], ...] = (ValueError, OSError)) -> Iterator[None]:
+    """Makes of an error of a user's code a ValueError that says what raised it. Those of `but` go on as they are."""
     try:
-        return function(*arguments, **keywords, **given)
-    except (ValueError, OSError):
+        yield
+    except but:
         raise
-    except Exception as error:  # whatever a user's function raises
-        raise ValueError(f"{kind} {name!r} raised {in_one_line(error)}") from error
+    except Exception as error:  # whatever a user's code raises
+        raise ValueError(f"{what} raised {in_one_line(error)}") from error
 
 
 def in_one_line(error: Exception) -> str:

@@ -1,7 +1,7 @@
 """Opens the documents of the training and validation splits of a `DataConfig`."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from atlasjax import check
 from atlasjax.data.config import DataConfig, HeldOut, Split
@@ -9,7 +9,7 @@ from atlasjax.data.documents import Documents, EveryNth, TextDocuments
 from atlasjax.data.parquet import ParquetDocuments
 from atlasjax.data.text import jsonl_documents, text_documents
 from atlasjax.data.tfds import TfdsDocuments
-from atlasjax.names import call_with, in_one_line, resolve
+from atlasjax.names import call_with, named, resolve
 
 BLOCK_SIZE = 4096  # characters
 
@@ -122,22 +122,17 @@ class _Sequence:
             )
         return text
 
-    @contextlib.contextmanager
-    def _named(self, what: str) -> Iterator[None]:
-        """Says which source and what of it, where it raises an error. Those of storage may pass, and an IndexError ends a loop."""
-        try:
-            yield
-        except (OSError, IndexError):
-            raise
-        except Exception as error:  # whatever a user's source raises
-            raise ValueError(f"data source {self._source!r}: {what} raised {in_one_line(error)}") from error
+    def _named(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Errors of storage may pass, and an IndexError ends a loop."""
+        return named(f"data source {self._source!r}: {what}", but=(OSError, IndexError))
 
 
 def _own(config: DataConfig, split: Split) -> Documents:
     kind = "data source"
     keywords = {"split": split} if config.separate_validation else {}
     make = resolve(kind, config.source, {})
-    texts = call_with(kind, config.source, make, options=config.source_options, **keywords)
+    with named(f"{kind} {config.source!r}"):
+        texts = call_with(kind, config.source, make, options=config.source_options, **keywords)
     if isinstance(texts, str) or not (hasattr(texts, "__len__") and hasattr(texts, "__getitem__")):
         raise ValueError(f"{kind} {config.source!r} gave a {type(texts).__name__}; it should be a sequence of strings.")
     return _Sequence(config.source, texts)

@@ -10,7 +10,7 @@ import optax.contrib
 from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
-from atlasjax.names import call_with, in_one_line, resolve, takes
+from atlasjax.names import call_with, in_one_line, named, resolve, takes
 from atlasjax.nn import logical_axes
 from atlasjax.train.config import OptimizerConfig, TrainConfig
 from atlasjax.train.state import pure
@@ -33,7 +33,8 @@ def learning_rate(config: OptimizerConfig, steps: int) -> Callable[[jax.Array | 
     """
     if ":" in config.schedule:
         kind = "learning-rate schedule"
-        own = call_with(kind, config.schedule, resolve(kind, config.schedule, {}), config, steps, options="{}")
+        with named(f"{kind} {config.schedule!r}"):
+            own = call_with(kind, config.schedule, resolve(kind, config.schedule, {}), config, steps, options="{}")
         if not callable(own):
             raise ValueError(f"{kind} {config.schedule!r} gave {own!r}, should be a function step → learning rate.")
         rate = lambda step: jnp.asarray(own(step), jnp.float32)
@@ -156,7 +157,8 @@ def make_optimizer(
         if dimension_numbers is not None and takes(make, "muon_weight_dimension_numbers"):
             given["muon_weight_dimension_numbers"] = dimension_numbers
         given = {name: value for name, value in given.items() if name not in json.loads(config.options)}
-        update = call_with("optimizer", config.name, make, rate, options=config.options, **given)
+        with named(f"optimizer {config.name!r}"):
+            update = call_with("optimizer", config.name, make, rate, options=config.options, **given)
         if not (callable(getattr(update, "init", None)) and callable(getattr(update, "update", None))):
             raise ValueError(f"optimizer {config.name!r} gave {update!r}, should be an optax.GradientTransformation.")
     else:

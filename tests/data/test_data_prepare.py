@@ -246,13 +246,17 @@ class Broken:
 
 
 @pytest.mark.parametrize(
-    ("how", "message"), [("killed", "worker died with exit code -9"), ("key", "KeyError: .no such")]
+    ("how", "kind", "message"),
+    [
+        ("killed", RuntimeError, "worker died with exit code -9"),
+        ("key", ValueError, "test_data_prepare:Broken': document 0 raised KeyError: 'no such"),
+    ],
 )
-def test_a_worker_that_fails(tmp_path, how, message):
+def test_a_worker_that_fails(tmp_path, how, kind, message):
     config = DataConfig(
         source="tests.data.test_data_prepare:Broken", source_options={"how": how}, validation_fraction=0
     )
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(kind, match=message):
         prepare(config, tmp_path / "out", workers=1)
 
 
