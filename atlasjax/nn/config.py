@@ -264,6 +264,11 @@ class ModelConfig:
             raise ValueError(f"ModelConfig: block='bare' needs ffn='none', got ffn={self.ffn!r}.")
 
     @property
+    def memories(self) -> dict[str, MemoryConfig]:
+        """The memories of the model and of its branch, by the fields that they are in."""
+        return {"memory": self.memory} | ({} if self.branch is None else {"branch.memory": self.branch.memory})
+
+    @property
     def pattern(self) -> tuple[str, ...]:
         """The mixers of one repetition of the pattern. A single one if all layers have the same mixer."""
         return (self.mixer,) if isinstance(self.mixer, str) else self.mixer

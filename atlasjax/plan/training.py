@@ -48,9 +48,7 @@ def plan_training(config: TrainConfig, topology: str) -> Plan:
 
 
 def _check_implementations(config: TrainConfig, target: Topology) -> None:
-    branch = config.model.branch
-    memories = {"memory": config.model.memory} | ({} if branch is None else {"branch.memory": branch.memory})
-    for name, memory in memories.items():
+    for name, memory in config.model.memories.items():
         if memory.platform not in (None, target.compiler.PLATFORM):
             raise ValueError(
                 f"{name}.implementation is {memory.implementation!r}, which runs on {memory.platform} only; {target.name} is "

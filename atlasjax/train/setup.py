@@ -111,9 +111,7 @@ def prepare(config: TrainConfig) -> Setup:
     some = None if config.optimizer.trainable is None else 0
     fits.check_fits(config, mesh.shape, fits.parameters_at_least(config.model), memory, trainable=some, batch=packs)
     platform = mesh.devices.flat[0].platform
-    model = config.model
-    memories = {"memory": model.memory} | ({} if model.branch is None else {"branch.memory": model.branch.memory})
-    for field, memory_config in memories.items():
+    for field, memory_config in config.model.memories.items():
         implementation = memory_config.implementation
         wanted = {"pallas_tpu": "tpu", "pallas_gpu": "gpu"}.get(implementation or "", platform)
         if platform == wanted:
