@@ -103,8 +103,9 @@ def import_weights(
       dtype: dtype of activations, "float32" or "bfloat16". None: that of the weights; float32 for float16.
 
     Raises:
-      ConfigError: the family or its form is not known here; tensors are unknown, missing, of another shape or dtype; a file is
-        missing or damaged, or a pickle; there is no tokenizer; or run_dir exists or has brackets in its path.
+      ConfigError: the family or its form is not known here; tensors are unknown, missing, of another shape or dtype; values
+        are not finite; a file is missing or damaged, or a pickle; there is no tokenizer; or run_dir exists or has brackets in its
+        path.
     """
     with user_errors():
         source, target = local_path(path), local_path(run_dir)
@@ -329,7 +330,7 @@ def _params(model: ModelConfig, shapes: PyTree, pieces: list[table.Piece], folde
     shardings, _ = parameter_shardings(state_lib.pure(logical_axes(model)), shapes, mesh)
     own = _by((piece for piece in pieces if not piece.copy), lambda piece: piece.path)
     places = flat(shardings)
-    read = lambda piece: folder.read(piece.names[0], piece.rows)
+    read = lambda piece: folder.read_finite(piece.names[0], piece.rows)
     return nested(
         {
             path: jax.device_put(table.our_array(shape.shape, own[path], read), places[path])

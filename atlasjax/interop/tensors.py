@@ -67,6 +67,15 @@ class Folder(contextlib.AbstractContextManager):
         file = self._files[self.tensors[name].file]
         return file.get_tensor(name) if rows is None else file.get_slice(name)[rows[0] : rows[1]]
 
+    def read_finite(self, name: str, rows: tuple[int, int] | None = None) -> np.ndarray:
+        """Like `read`. Raises ConfigError if a value is NaN or infinite."""
+        found = self.read(name, rows)
+        # In blocks: the flags of a whole tensor would take half the memory of a bfloat16 one.
+        if not all(np.isfinite(block).all() for block in np.array_split(found, 1 + found.size // 2**20)):
+            file = str(self.path / self.tensors[name].file)
+            raise ConfigError(f"tensor {name!r} of {file!r} has NaN or infinite values; all should be finite.")
+        return found
+
     def _index(self) -> dict[str, str] | None:
         file = self.path / INDEX
         if (self.path / FILE).is_file():
