@@ -22,7 +22,7 @@ class ImportCommand:
     """"byte", "bpe:<path of a tokenizers JSON file>" or "sentencepiece:<path of a model>". None: tokenizer.json or
     tokenizer.model beside the weights."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Dtype of activations. None: that of the weights; float32 for float16."""
+    """Dtype of activations. None: that of config.json, or else of the weights; float32 for float16."""
 
 
 def run(arguments: Sequence[str]) -> None:

@@ -1,5 +1,6 @@
 """Import of a folder of public weights as a run, and export of a run as such a folder."""
 
+import collections
 import contextlib
 import dataclasses
 import json
@@ -23,7 +24,7 @@ from atlasjax.data.tokenizers import Tokenizer, make_tokenizer
 from atlasjax.distributed.mesh import MeshConfig, make_mesh
 from atlasjax.distributed.sharding import parameter_shardings
 from atlasjax.interop import fla, kept, mamba, olmo_hybrid, qwen3_5, rwkv7, table, tensors
-from atlasjax.interop.family import Family
+from atlasjax.interop.family import Family, given_dtype
 from atlasjax.interop.tensors import listed
 from atlasjax.names import lookup
 from atlasjax.nn import ModelConfig, logical_axes
@@ -100,7 +101,8 @@ def import_weights(
       path: a local folder with config.json and safetensors, one file or several with an index.
       run_dir: the run's folder, a local one that must not exist.
       tokenizer: as `DataConfig.tokenizer`, for weights without a tokenizer beside them. None: tokenizer.json or tokenizer.model.
-      dtype: dtype of activations, "float32" or "bfloat16". None: that of the weights; float32 for float16.
+      dtype: dtype of activations, "float32" or "bfloat16". None: that of config.json, or else of
+        the weights; float32 for float16.
 
     Raises:
       ConfigError: the family or its form is not known here; tensors are unknown, missing, of another shape or dtype; values
@@ -112,11 +114,11 @@ def import_weights(
         check_path(target)
     given = _peer_config(source)
     family = _family(given)
-    with user_errors():
-        model = family.to_ours(given)
-        model = model if dtype is None else dataclasses.replace(model, dtype=dtype)
-        _, shapes = state_lib.model_shapes(model)
     with tensors.Folder(source) as folder:
+        with user_errors():
+            model = _model(family, given, folder)
+            model = model if dtype is None else dataclasses.replace(model, dtype=dtype)
+            _, shapes = state_lib.model_shapes(model)
         pieces = table.pieces(family.rows(model), model, {p: x.shape for p, x in flat(shapes).items()})
         extra = kept.names(folder.tensors, family.kept)
         pieces = _checked(pieces, folder, extra, family.name)
@@ -235,6 +237,17 @@ def _family(given: Mapping[str, object]) -> Family:
             return family
     known = ", ".join(family.name for family in FAMILIES)
     raise ConfigError(f"config.json has model_type {given.get('model_type')!r}; the families known here are: {known}.")
+
+
+def _model(family: Family, given: Mapping[str, object], folder: tensors.Folder) -> ModelConfig:
+    """Our config. Without a dtype in config.json, that of most numbers in the files is the dtype of activations."""
+    if given_dtype(given) is None:
+        sizes = collections.Counter[str]()
+        for name, tensor in folder.tensors.items():
+            if not name.startswith(family.kept):
+                sizes[tensor.dtype] += math.prod(tensor.shape)
+        given = {**given, "dtype": "bfloat16" if max(sizes, key=sizes.__getitem__, default="") == "BF16" else "float32"}
+    return family.to_ours(given)
 
 
 def _form_of(model: ModelConfig) -> tuple[Family, dict[str, object]]:

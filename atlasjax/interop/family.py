@@ -119,10 +119,15 @@ class Fields:
         return value
 
     def dtype(self) -> Literal["float32", "bfloat16"]:
-        """Dtype of activations: that of the weights, or float32 for float16, whose range bfloat16 has not."""
-        return (
-            "bfloat16" if "bfloat16" in str(self._given.get("dtype") or self._given.get("torch_dtype")) else "float32"
-        )
+        """Dtype of activations: the field's, or float32 for float16, whose range bfloat16 has not."""
+        value = given_dtype(self._given)
+        if value is None:
+            return "float32"
+        known = ("float32", "float16", "bfloat16")
+        if not isinstance(value, str) or value.removeprefix("torch.") not in known:
+            name = "torch_dtype" if self._given.get("dtype") is None else "dtype"
+            raise self._wrong(name, value, " or ".join(map(repr, known)))
+        return "bfloat16" if value.endswith("bfloat16") else "float32"
 
     def inside(self, name: str) -> dict[str, object]:
         """An object inside the config."""
@@ -149,6 +154,11 @@ class Fields:
 
     def _wrong(self, name: str, value: object, what: str) -> ConfigError:
         return ConfigError(f"config.json of {self._name}: {name} is {value!r}; it should be {what}.")
+
+
+def given_dtype(given: Mapping[str, object]) -> object:
+    """The dtype that a config.json has, under either of its names; None if it has none."""
+    return given.get("torch_dtype") if given.get("dtype") is None else given["dtype"]
 
 
 def mixer_pattern(mixers: Sequence[str]) -> str | tuple[str, ...]:

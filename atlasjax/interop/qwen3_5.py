@@ -5,7 +5,7 @@ Only the language model is imported. The tensors of the vision tower and of mult
 
 from collections.abc import Mapping
 
-from atlasjax.interop.family import Family, Fields, exact_fraction, mixer_pattern
+from atlasjax.interop.family import Family, Fields, exact_fraction, given_dtype, mixer_pattern
 from atlasjax.interop.table import Index, Row
 from atlasjax.nn import AttentionConfig, GatedDeltaNetConfig, HeadNormConfig, ModelConfig
 from atlasjax.train.errors import ConfigError
@@ -118,7 +118,8 @@ def _to_ours(given: Mapping[str, object]) -> ModelConfig:
     if given.get("model_type") != "qwen3_5":
         return _language_model(Fields(given, _NAME), None)
     whole = Fields(given, _NAME)
-    text = {"dtype": given.get("dtype"), **whole.inside("text_config")}
+    text = whole.inside("text_config")
+    text["dtype"] = given_dtype(given if given_dtype(text) is None else text)
     tied = whole.boolean("tie_word_embeddings", False)
     whole.done(_NEUTRAL_WHOLE)
     return _language_model(
@@ -180,13 +181,14 @@ def _positions(fields: Fields) -> tuple[float, float]:
     """Base of the wavelengths, and the fraction of a head's channels that is rotated. A text has no second axis of positions."""
     inside = Fields(fields.inside("rope_parameters"), f"{_NAME}, rope_parameters")
     inside.require("rope_type", "default")
+    inside.require("type", "default", "mrope")  # its older name
     found = []
     for name, default in (("rope_theta", 1e4), ("partial_rotary_factor", 0.25)):
         outer = fields.number(name, default=default)
         found.append(inside.number(name, default=outer))
     if found[1] > 1:
         raise ConfigError(f"config.json of {_NAME}: partial_rotary_factor is {found[1]:g}; it should be at most 1.")
-    inside.done(("mrope_section", "mrope_interleaved", "type"))
+    inside.done(("mrope_section", "mrope_interleaved"))
     return found[0], found[1]
 
 

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 from atlasjax import cli
 from atlasjax.distributed import make_mesh
-from atlasjax.interop import FAMILIES, convert, export_weights, import_weights, layout
+from atlasjax.interop import FAMILIES, convert, export_weights, import_weights, layout, tensors
 from atlasjax.nn import AttentionConfig, HeadNormConfig, ModelConfig, SSMConfig
 from atlasjax.presets import get_preset
 from atlasjax.train import Checkpoints
@@ -54,6 +54,33 @@ def test_round_trip_is_exact(tmp_path, name, dtype, count):
     export_weights(tmp_path / "run", tmp_path / "out")
     assert files(tmp_path / "out") == files(source)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "said", "expected"),
+    [
+        ("gla", "BF16", {}, "bfloat16"),
+        ("gla", "F16", {"dtype": None}, "float32"),
+        ("gla", "BF16", {"dtype": "float32"}, "float32"),
+        ("gla", "F32", {"torch_dtype": "torch.bfloat16"}, "bfloat16"),
+        ("qwen3_5 with images", "F32", {"torch_dtype": "bfloat16"}, "bfloat16"),
+        ("qwen3_5 with images", "BF16", {}, "bfloat16"),
+    ],
+)
+def test_the_dtype_of_activations(tmp_path, name, dtype, said, expected):
+    """That which config.json has; else that of the weights."""
+    source = peers.write(tmp_path / "source", name, dtype=dtype)
+    given = json.loads((source / "config.json").read_bytes())
+    del given["dtype"]
+    with tensors.Folder(source) as folder:
+        assert convert._model(convert._family(given), given | said, folder).dtype == expected
+
+
+@pytest.mark.parametrize("value", [{"a": "bfloat16"}, "bfloat17", ["bfloat16"]])
+def test_refuses_an_unknown_dtype(value):
+    family = next(family for family in FAMILIES if family.name == "mamba2")
+    with pytest.raises(ConfigError, match=r"torch_dtype is .*; it should be 'float32' or 'float16' or 'bfloat16'"):
+        family.to_ours({**peers.PEERS["mamba2"][0], "torch_dtype": value})
 
 
 # Every family is exported in the test above.
@@ -216,6 +243,7 @@ CONFIGS = [
     ("qwen3_5", {"linear_num_value_heads": 3}, ["value_heads=3 must be a multiple of num_heads=2"]),
     ("qwen3_5", {"num_key_value_heads": 3}, ["kv_heads=3 must divide the 4 heads of queries"]),
     ("qwen3_5", {"rope_parameters": {"rope_type": "yarn"}}, ["rope_parameters: rope_type is 'yarn'", "'default'"]),
+    ("qwen3_5", {"rope_parameters": {"type": "yarn"}}, ["rope_parameters: type is 'yarn'", "'default' or 'mrope'"]),
     (
         "qwen3_5",
         {"rope_parameters": {"partial_rotary_factor": 0.5}},
