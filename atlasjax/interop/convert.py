@@ -10,7 +10,7 @@ import pathlib
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Literal, TypedDict
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +23,10 @@ from atlasjax.data.config import DataConfig
 from atlasjax.data.tokenizers import Tokenizer, make_tokenizer
 from atlasjax.distributed.mesh import MeshConfig, make_mesh
 from atlasjax.distributed.sharding import parameter_shardings
-from atlasjax.interop import fla, kept, mamba, olmo_hybrid, qwen3_5, rwkv7, table, tensors
+from atlasjax.interop import fla, kept, mamba, manifest, olmo_hybrid, qwen3_5, rwkv7, table, tensors
 from atlasjax.interop.family import Family, given_dtype
+from atlasjax.interop.manifest import PEER
 from atlasjax.interop.tensors import listed
-from atlasjax.names import lookup
 from atlasjax.nn import ModelConfig, logical_axes
 from atlasjax.storage import AnyPath, local_path, write_whole
 from atlasjax.train import state as state_lib
@@ -42,8 +42,6 @@ FAMILIES = (
 )  # fmt: skip
 """The families that can be imported and exported. A run that was not imported is exported as the first one that has its layers."""
 
-PEER = "peer"  # folder in a run's folder: what was imported with the weights
-_MANIFEST = "tensors.json"  # names, dtypes, order and files of the tensors that were imported
 _COPIED = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
     "chat_template.jinja", "chat_template.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
@@ -53,20 +51,6 @@ _OWN_TOKENIZERS = {
     "bpe.json": "tokenizer.json",
     "sentencepiece.model": "tokenizer.model",
 }  # file of a run → of the peer
-
-
-class _File(TypedDict):
-    """A file of the peer: the text it carries, and name → dtype of its tensors, in its order."""
-
-    metadata: dict[str, str]
-    tensors: dict[str, str]
-
-
-class _Manifest(TypedDict):
-    """The content of `_MANIFEST`."""
-
-    family: str
-    files: dict[str, _File]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +116,7 @@ def import_weights(
             text.save(partial / "tokenizer")
             write_whole(partial / "config.json", (json.dumps(to_dict(config), indent=2) + "\n").encode())
             _copy(source, partial / PEER, _COPIED)
-            write_whole(partial / PEER / _MANIFEST, json.dumps(_manifest(family, folder)).encode())
+            manifest.save(partial / PEER, family.name, folder)
             kept.save(partial / PEER, folder, extra)
             params = _params(model, shapes, pieces, folder)
             state = state_lib.TrainState(params, None, jax.random.key(config.seed), jnp.zeros((), jnp.int32))
@@ -177,25 +161,28 @@ def export_weights(
             f"the model in {str(run_dir)!r} has a branch ({model.branch.mixer}), which no public family has, so it cannot be "
             "exported."
         )
-    manifest = _read_manifest(peer)
-    if manifest is None:
+    imported = manifest.read(peer, [family.name for family in FAMILIES])
+    if imported is None:
         family, given = _form_of(model)
     else:
-        family = next(x for x in FAMILIES if x.name == manifest["family"])
+        family = next(x for x in FAMILIES if x.name == imported["family"])
         given = _peer_config(peer)
         _check_form(family, model, given)
     params = flat(state_lib.pure(nnx.state(loaded.model, nnx.Param)))
     pieces = table.pieces(family.rows(model), model, {path: x.shape for path, x in params.items()})
     shapes, own = table.peer_shapes(pieces), _by(pieces, lambda piece: piece.names[0])
     first = {name: piece.names[0] for piece in pieces for name in piece.names}
-    if manifest is None:
+    if imported is None:
         described = {name: "F32" for name, of in own.items() if not of[0].copy}
-        files: dict[str, _File] = {tensors.FILE: {"metadata": {"format": "pt"}, "tensors": described}}
+        files: dict[str, manifest.File] = {tensors.FILE: {"metadata": {"format": "pt"}, "tensors": described}}
     else:
-        files = manifest["files"]
+        files = imported["files"]
     extra = kept.names((name for content in files.values() for name in content["tensors"]), family.kept)
-    with _appears_whole(target) as partial, kept.opened(peer, extra) as others:
-        shapes |= {} if others is None else {name: tensor.shape for name, tensor in others.tensors.items()}
+    with kept.opened(peer, extra) as others, _appears_whole(target) as partial:
+        beside = {} if others is None else others.tensors
+        if imported is not None:
+            manifest.check_names(peer, imported, pieces, beside)
+        shapes |= {name: tensor.shape for name, tensor in beside.items()}
         for file, content in files.items():
             kinds = {name: (kind, shapes[first.get(name, name)]) for name, kind in content["tensors"].items()}
 
@@ -206,7 +193,7 @@ def export_weights(
                 return table.peer_tensor(shape, tensors.DTYPES[kind], own[first[name]], params)
 
             tensors.write(partial / file, kinds, make, content["metadata"])
-        if manifest is None:
+        if imported is None:
             write_whole(partial / "config.json", (json.dumps(given, indent=2) + "\n").encode())
             _copy(run / "tokenizer", partial, _OWN_TOKENIZERS)
         else:
@@ -372,29 +359,6 @@ def _tokenizer(source: pathlib.Path, spec: str | None) -> tuple[str, Tokenizer]:
         except (ValueError, FileNotFoundError) as error:
             reasons.append(str(error))
     raise ConfigError(f"{reasons[0]} Give another one with --tokenizer.")
-
-
-def _manifest(family: Family, folder: tensors.Folder) -> _Manifest:
-    files: dict[str, _File] = {
-        name: {"metadata": metadata, "tensors": {}} for name, metadata in folder.metadata.items()
-    }
-    for name, tensor in folder.tensors.items():
-        files[tensor.file]["tensors"][name] = tensor.dtype
-    return {"family": family.name, "files": files}
-
-
-def _read_manifest(peer: AnyPath) -> _Manifest | None:
-    """What `_manifest` gave when the run was imported; None for a run that was not."""
-    file = peer / _MANIFEST
-    if not file.is_file():
-        return None
-    try:
-        manifest = json.loads(file.read_bytes())
-        lookup("family", manifest["family"], {family.name: family for family in FAMILIES})
-        _ = manifest["files"]
-    except (ValueError, KeyError, TypeError):
-        raise ConfigError(f"{str(file)!r} is damaged: it is not what the import wrote.") from None
-    return manifest
 
 
 def _copy(source: AnyPath, target: pathlib.Path, names: Iterable[str] | Mapping[str, str]) -> None:

@@ -42,7 +42,7 @@ def opened(peer: AnyPath, kept: frozenset[str]) -> Iterator[tensors.Folder | Non
     Raises:
       ConfigError: tensors are missing.
     """
-    if not kept:
+    if not kept and not (peer / _KEPT / tensors.FILE).is_file():
         yield None
         return
     with contextlib.ExitStack() as stack:

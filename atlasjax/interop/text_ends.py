@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from atlasjax import storage
-from atlasjax.interop.convert import PEER
+from atlasjax.interop.manifest import PEER
 from atlasjax.storage import AnyPath
 from atlasjax.train.config import run_folder
 
