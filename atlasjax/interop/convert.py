@@ -234,7 +234,13 @@ def _model(family: Family, given: Mapping[str, object], folder: tensors.Folder) 
             if not name.startswith(family.kept):
                 sizes[tensor.dtype] += math.prod(tensor.shape)
         given = {**given, "dtype": "bfloat16" if max(sizes, key=sizes.__getitem__, default="") == "BF16" else "float32"}
-    return family.to_ours(given)
+    model = family.to_ours(given)
+    if model.num_layers > len(folder.tensors):  # making the table of so many layers would take minutes
+        raise ConfigError(
+            f"{family.name}: tensors are missing: config.json has {model.num_layers:,} layers, the files have "
+            f"{len(folder.tensors):,} tensors."
+        )
+    return model
 
 
 def _form_of(model: ModelConfig) -> tuple[Family, dict[str, object]]:

@@ -198,6 +198,7 @@ def test_refuses_tensors(tmp_path, name, change, words):
 
 CONFIGS = [
     ("mamba2", {"model_type": "llama"}, ["model_type 'llama'", "mamba2", "gated_deltanet", "gla"]),
+    ("mamba2", {"num_hidden_layers": 300000}, ["are missing", "has 300,000 layers, the files have "]),
     ("mamba2", {"use_bias": True}, ["use_bias is True", "False"]),
     ("mamba2", {"num_heads": 5}, ["num_heads is 5; it should be 4"]),
     ("mamba2", {"time_step_limit": [0.0, 0.1]}, ["time_step_limit is [0.0, 0.1]"]),
