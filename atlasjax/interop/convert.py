@@ -25,6 +25,7 @@ from atlasjax.distributed.mesh import MeshConfig, make_mesh
 from atlasjax.distributed.sharding import parameter_shardings
 from atlasjax.interop import fla, kept, mamba, manifest, olmo_hybrid, qwen3_5, rwkv7, table, tensors
 from atlasjax.interop.family import Family, given_dtype
+from atlasjax.interop.files import check_file, read_json
 from atlasjax.interop.manifest import PEER
 from atlasjax.interop.tensors import listed
 from atlasjax.nn import ModelConfig, logical_axes
@@ -97,6 +98,8 @@ def import_weights(
         source, target = local_path(path), local_path(run_dir)
         check_path(target)
     given = _peer_config(source)
+    for name in _COPIED:
+        check_file(source / name)
     family = _family(given)
     with tensors.Folder(source) as folder:
         with user_errors():
@@ -207,15 +210,11 @@ def _peer_config(folder: AnyPath) -> dict[str, object]:
         what = "is a file; give the folder with it and config.json" if folder.exists() else "does not exist"
         raise ConfigError(f"{str(folder)!r} {what}.")
     file = folder / "config.json"
+    if isinstance(file, pathlib.Path):
+        check_file(file)
     if not file.is_file():
         raise ConfigError(f"{str(folder)!r} has no config.json.")
-    try:
-        given = json.loads(file.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{str(file)!r} is not JSON: {error}.") from None
-    if not isinstance(given, dict):
-        raise ConfigError(f"{str(file)!r} is not an object of JSON.")
-    return given
+    return read_json(file)
 
 
 def _family(given: Mapping[str, object]) -> Family:

@@ -2,13 +2,13 @@
 
 import contextlib
 import dataclasses
-import json
 import pathlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from atlasjax.interop.files import check_file, read_json
 from atlasjax.storage.tensors import DTYPES as ALL_DTYPES
 from atlasjax.storage.tensors import encoded
 from atlasjax.train.errors import ConfigError
@@ -78,24 +78,28 @@ class Folder(contextlib.AbstractContextManager):
 
     def _index(self) -> dict[str, str] | None:
         file = self.path / INDEX
+        check_file(self.path / FILE)
+        check_file(file)
         if (self.path / FILE).is_file():
             return None
         if not file.is_file():
             pickles = sorted(x.name for x in self.path.iterdir() if x.suffix in _PICKLES)
             hint = f" {pickles[0]!r} is a pickle, which can run code: save it as safetensors." if pickles else ""
             raise ConfigError(f"{str(self.path)!r} has neither {FILE} nor {INDEX}.{hint}")
-        try:
-            indexed = json.loads(file.read_bytes())["weight_map"]
-            if not all(isinstance(x, str) and pathlib.Path(x).name == x for x in indexed.values()):
-                raise ValueError("the names of its files")
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ConfigError(f"{str(file)!r} is not an index of safetensors: {error}.") from None
+        indexed = read_json(file).get("weight_map")
+        if not isinstance(indexed, dict) or not all(
+            isinstance(x, str) and pathlib.Path(x).name == x for x in indexed.values()
+        ):
+            raise ConfigError(
+                f"{str(file)!r} is not an index of safetensors: weight_map should have a file's name for each tensor."
+            )
         return indexed
 
     def _open(self, name: str) -> None:
         import safetensors
 
         file = self.path / name
+        check_file(file)
         if not file.is_file():
             raise ConfigError(f"{str(file)!r} is missing; {INDEX} names it.")
         try:

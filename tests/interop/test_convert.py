@@ -271,6 +271,26 @@ def test_refuses_forms_that_the_layers_lack(tmp_path, name, changes, words):
     refused(peers.write(tmp_path / "source", name, **changes), tmp_path / "run", words)
 
 
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+
+
+def pointer(name):
+    return lambda source: (source / name).write_bytes(LFS)
+
+
+def broken_link(name):
+    def change(source):
+        (source / name).unlink()
+        (source / name).symlink_to("../blobs/4d7a")
+
+    return change
+
+
+def repeat_key(source):
+    file = source / "config.json"
+    file.write_text(file.read_text().replace("{", '{"state_size": 5,', 1))
+
+
 def truncate(source):
     file = source / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
@@ -301,6 +321,22 @@ FOLDERS = [
     (2, edit_index(lambda names: names.update(x=names[CONV])), ["tensor 'x' is not in"]),
     (2, edit_index(lambda names: names.update({CONV: "../model.safetensors"})), ["is not an index"]),
     (2, lambda source: (source / "model.safetensors.index.json").write_text("{}"), ["is not an index"]),
+    *[
+        (2, pointer(name), [f"{name}' is a Git LFS pointer; run `git lfs pull`"])
+        for name in (
+            "config.json",
+            "model.safetensors.index.json",
+            "model-00002-of-00002.safetensors",
+            "tokenizer_config.json",
+        )
+    ],
+    (1, pointer("model.safetensors"), ["model.safetensors' is a Git LFS pointer"]),
+    *[
+        (1, broken_link(name), [f"{name}' is a link to '../blobs/4d7a', which is missing"])
+        for name in ("config.json", "model.safetensors")
+    ],
+    (2, broken_link("model-00002-of-00002.safetensors"), ["is a link to '../blobs/4d7a', which is missing"]),
+    (1, repeat_key, ["config.json' has the key 'state_size' twice"]),
 ]
 
 
