@@ -28,6 +28,7 @@ from atlasjax.interop.family import Family, given_dtype
 from atlasjax.interop.files import check_file, read_json
 from atlasjax.interop.manifest import PEER
 from atlasjax.interop.tensors import listed
+from atlasjax.interop.text_ends import text_ends_in
 from atlasjax.nn import ModelConfig, logical_axes
 from atlasjax.storage import AnyPath, local_path, write_whole
 from atlasjax.train import state as state_lib
@@ -112,6 +113,8 @@ def import_weights(
         spec, text = _tokenizer(source, tokenizer)
         if text.vocab_size > model.vocab_size:
             raise ConfigError(f"the tokenizer {spec!r} has {text.vocab_size} tokens; the model has {model.vocab_size}.")
+        with user_errors():
+            text_ends_in(source, model.vocab_size)  # generation from the run would refuse what is damaged
         if os.path.lexists(target):
             raise ConfigError(f"run_dir is {str(target)!r}, which exists; give a new folder.")
         config = TrainConfig(model=model, data=DataConfig(tokenizer=spec), run_dir=str(target))

@@ -278,6 +278,10 @@ def pointer(name):
     return lambda source: (source / name).write_bytes(LFS)
 
 
+def text(name, content):
+    return lambda source: (source / name).write_text(content)
+
+
 def broken_link(name):
     def change(source):
         (source / name).unlink()
@@ -337,6 +341,21 @@ FOLDERS = [
     ],
     (2, broken_link("model-00002-of-00002.safetensors"), ["is a link to '../blobs/4d7a', which is missing"]),
     (1, repeat_key, ["config.json' has the key 'state_size' twice"]),
+    (1, text("tokenizer_config.json", "{"), ["tokenizer_config.json' is not JSON"]),
+    (1, text("generation_config.json", "{"), ["generation_config.json' is not JSON"]),
+    (
+        1,
+        text("generation_config.json", '{"eos_token_id": 264}'),
+        ["eos token is 264; it should be an integer from 0 to 263"],
+    ),
+    (
+        1,
+        text("generation_config.json", '{"bos_token_id": -1}'),
+        ["generation_config.json': the id of the bos token is -1"],
+    ),
+    (1, text("generation_config.json", '{"eos_token_id": [3, "x"]}'), ["the id of the eos token is 'x'"]),
+    (1, text("tokenizer_config.json", '{"added_tokens_decoder": [1]}'), ["added_tokens_decoder is [1]"]),
+    (1, text("tokenizer.json", '{"added_tokens": 3}'), ["tokenizer.json': added_tokens is 3"]),
 ]
 
 
