@@ -35,6 +35,7 @@ MODEL = [
     *("--eval-batches", "2", "--checkpoint-every", "2", "--log-every", "2", "--no-tensorboard"),
 ]
 PRESET = ["--preset", "linear-attention-tiny"]
+ALONG_SEQUENCES = ["mesh:mesh-config", "--mesh.data", "1", "--mesh.sequence", "4"]
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
 
@@ -318,6 +319,33 @@ def test_nothing_is_announced_before_the_request_is_known_to_be_sound(tmp_path, 
         (
             ["info", "--preset", "retnet-tiny", "--plan", "v5e:2x2", "mesh:mesh-config", "--mesh.data", "3"],
             "uses 3 devices; v5e:2x2 has 4. Set one size to -1.",
+        ),
+        (
+            [
+                "info",
+                "--preset",
+                "gla-tiny",
+                "--plan",
+                "v5e:2x2",
+                "--batch-size",
+                "3",
+                "mesh:mesh-config",
+                "--mesh.data",
+                "4",
+            ],
+            "atlasjax: data.batch_size / accumulation is 3 / 1 = 3 sequences; it should be divisible by",
+        ),
+        (
+            ["info", "--preset", "gla-tiny", "--plan", "v5e:2x2", "--sequence-length", "1001", *ALONG_SEQUENCES],
+            "atlasjax: data.sequence_length is 1001; it should be divisible by mesh.sequence, which is 4.",
+        ),
+        (
+            ["info", "--preset", "samba-tiny", "--plan", "v5e:2x2", *ALONG_SEQUENCES],
+            "atlasjax: mesh.sequence is 4, but",
+        ),
+        (
+            ["info", "--preset", "gla-tiny", "--plan", "2x v5e:1x2", *ALONG_SEQUENCES],
+            "atlasjax: mesh.data is 1 and mesh.fsdp is 1; one of them should be a multiple of 2",
         ),
         (["info", "--size", "340"], "Did you mean '340m'?"),
         (["info", "--preset", "atlas-tiny", "--plan", "v5f:2x2"], "Unknown accelerator 'v5f'. Did you mean"),

@@ -10,7 +10,7 @@ from atlasjax.nn import ModelConfig
 from atlasjax.nn.mixers import memory_calls
 from atlasjax.plan import Plan, device_hours, forward_flops_per_token, plan_training, suggested_mesh
 from atlasjax.plan.topology import check_topology
-from atlasjax.plan.training import UTILIZATION
+from atlasjax.plan.training import UTILIZATION, check_plan
 from atlasjax.presets import ARCHITECTURES, SIZES, describe, has_memory, preset_names
 from atlasjax.train.config import TrainConfig
 from atlasjax.train.defaults import default_config
@@ -72,6 +72,9 @@ def run(arguments: Sequence[str]) -> None:
             check_topology(command.plan)  # before the sizes of large models are computed
         presets = command.preset if command.size is None else tuple(preset_names(command.size))
         configs = {preset: _config(command, preset) for preset in presets}
+        if command.plan is not None:
+            for config in configs.values():
+                check_plan(config, command.plan)
         rows = {preset: _sizes(config) for preset, config in _shown(configs)}
         plans = (
             {preset: plan_training(config, command.plan) for preset, config in configs.items()}

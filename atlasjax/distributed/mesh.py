@@ -85,18 +85,24 @@ def num_slices(devices: Sequence[jax.Device]) -> int:
     return len({getattr(device, "slice_index", 0) for device in devices})
 
 
-def _arranged(shape: Mapping[str, int], devices: Sequence[jax.Device]) -> np.ndarray:
-    """The devices as an array of the mesh's shape, neighbours on the mesh being neighbours on the machine."""
-    # A mesh axis may be shorter than every axis of the pod's torus (4 on 16 × 16), so a torus axis may have to be split.
-    slices, sizes = num_slices(devices), tuple(shape.values())
-    if slices == 1:
-        return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+def crossing_axis(shape: Mapping[str, int], slices: int) -> str:
+    """The axis of a mesh (axis → size) that crosses several slices. Raises ValueError if none can."""
     crossing = next((axis for axis in BATCH_AXES if shape[axis] % slices == 0), None)
     if crossing is None:
         raise ValueError(
             f"mesh.data is {shape['data']} and mesh.fsdp is {shape['fsdp']}; one of them should be a multiple of {slices}, the "
             "number of slices."
         )
+    return crossing
+
+
+def _arranged(shape: Mapping[str, int], devices: Sequence[jax.Device]) -> np.ndarray:
+    """The devices as an array of the mesh's shape, neighbours on the mesh being neighbours on the machine."""
+    # A mesh axis may be shorter than every axis of the pod's torus (4 on 16 × 16), so a torus axis may have to be split.
+    slices, sizes = num_slices(devices), tuple(shape.values())
+    if slices == 1:
+        return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+    crossing = crossing_axis(shape, slices)
     across = tuple(slices if axis == crossing else 1 for axis in shape)
     inside = tuple(size // parts for size, parts in zip(sizes, across))
     return mesh_utils.create_hybrid_device_mesh(inside, across, devices, allow_split_physical_axes=True)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from atlasjax.config_json import from_dict, to_dict
-from atlasjax.distributed.mesh import MeshConfig, make_mesh
+from atlasjax.distributed.mesh import MeshConfig, crossing_axis, make_mesh
 from atlasjax.distributed.sharding import batch_sharding
 from atlasjax.flops import count_flops
 from atlasjax.plan import child, compiled
@@ -37,6 +37,12 @@ def plan_training(config: TrainConfig, topology: str) -> Plan:
         batch do not fit.
       RuntimeError: the compilation failed, e.g. because the step does not fit into a device's memory.
     """
+    check_plan(config, topology)
+    return child.run_in_child(__name__, {"config": to_dict(config), "topology": topology})
+
+
+def check_plan(config: TrainConfig, topology: str) -> None:
+    """Raises the ValueErrors of `plan_training`, before anything is compiled."""
     check_topology(topology)
     target = Topology.parse(topology)
     _check_implementations(config, target)
@@ -44,7 +50,9 @@ def plan_training(config: TrainConfig, topology: str) -> Plan:
     shape = config.mesh.resolve(available)
     if (needed := math.prod(shape.values())) < available:
         raise ValueError(f"mesh {shape} uses {needed} devices; {topology} has {available}. Set one size to -1.")
-    return child.run_in_child(__name__, {"config": to_dict(config), "topology": topology})
+    if target.compiler.PLATFORM == "tpu":  # hosts with GPUs are no slices
+        crossing_axis(shape, target.groups)
+    check_divisible(config, shape)
 
 
 def _check_implementations(config: TrainConfig, target: Topology) -> None:
@@ -103,7 +111,6 @@ def compile_training(config: TrainConfig, topology: str) -> Plan:
     """Like `plan_training`, but in this process."""
     target = Topology.parse(topology)
     mesh = make_mesh(config.mesh, target.devices())
-    check_divisible(config, mesh.shape)
     graphdef, shapes = state_lib.model_shapes(config.model)
     trainable = trainable_mask(config.optimizer.trainable, shapes)
     optimizer = run_optimizer(config, trainable)
