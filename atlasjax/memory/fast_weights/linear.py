@@ -73,6 +73,20 @@ class Tokens(NamedTuple):
     added: Added | None
 
 
+class Scored(NamedTuple):
+    """Scores of some queries, [m, m], with the keys of u sᵀ and of v kᵀ. None for a term that there is not."""
+
+    written: jax.Array | None
+    added: jax.Array | None
+
+
+class Scores(NamedTuple):
+    """Scores of a block: those of its reads, and those of its system, L and L', or None without a removal."""
+
+    read: Scored
+    system: Scored | None
+
+
 class Prepared(NamedTuple):
     """The parts of a block that do not depend on W_0.
 
@@ -119,8 +133,32 @@ def tokens_of(
     return Tokens(query, decay, Removal(key, key, step_size, v), None)
 
 
-def prepare(rule: MemoryRule, dtype: jnp.dtype, tokens: Tokens) -> Prepared:
-    """The parts of a block that do not depend on W_0. dtype: dtype of the inputs of products if there is no system to solve."""
+def scores_of(rule: MemoryRule, tokens: Tokens) -> Scores:
+    """All scores of a block together, in few and large products, so that each query and each key is decayed once."""
+    queries, masks, keys = [tokens.query], [Mask(strict=False, shift=False)], []
+    if tokens.removal is not None:
+        queries.append(tokens.removal.key)
+        masks.append(Mask(strict=True, shift=not rule.retention.decay_first))
+        keys.append(tokens.removal.write)
+    if tokens.added is not None:
+        keys.append(tokens.added.key)
+    if tokens.decay is not None and tokens.decay.ndim == 2:
+        scores = _channel_scores(queries, keys, tokens.decay, masks)
+    else:
+        scores = _head_scores(queries, keys, tokens.decay, masks)
+    by_term = [
+        Scored(None if tokens.removal is None else row[0], None if tokens.added is None else row[-1]) for row in scores
+    ]
+    return Scores(by_term[0], None if tokens.removal is None else by_term[1])
+
+
+def prepare(rule: MemoryRule, dtype: jnp.dtype, tokens: Tokens, scores: Scored | None) -> Prepared:
+    """The parts of a block that do not depend on W_0.
+
+    Args:
+      dtype: dtype of the inputs of products if there is no system to solve.
+      scores: L and L'. None without a removal.
+    """
     (start, end), (_, _, removal, pair) = _from_start_and_to_end(tokens.decay), tokens
     last = None if start is None else start[-1]
     key_end = None if pair is None else _times(end, pair.key)
@@ -132,14 +170,16 @@ def prepare(rule: MemoryRule, dtype: jnp.dtype, tokens: Tokens) -> Prepared:
     before, shift = start, not rule.retention.decay_first
     if start is not None and shift:
         before = jnp.concatenate([jnp.ones_like(start[:1]), start[:-1]])
-    score = functools.partial(_scores, removal.key, decay=tokens.decay, strict=True, shift=shift)
+    assert scores is not None
+    assert scores.written is not None
     right, added = removal.target, None
     if pair is not None and key_end is not None:
-        given = -exact(score(pair.key), pair.value)
+        assert scores.added is not None
+        given = -exact(scores.added, pair.value)
         right = given if right is None else right + given
         added = outer(pair.value, key_end, key_end.dtype)
     assert right is not None
-    removed, lower, write_end = _times(before, removal.key), score(removal.write), _times(end, removal.write)
+    removed, lower, write_end = _times(before, removal.key), scores.written, _times(end, removal.write)
     if removal.rate.ndim == 2:
         return Prepared(removed, right, (lower, removal.rate), write_end, added, last)
     # A single token (decoding) has no system to solve.
@@ -164,15 +204,13 @@ def advance(W: jax.Array, block: Prepared) -> tuple[jax.Array, jax.Array | None]
     return after, u
 
 
-def read(dtype: jnp.dtype, tokens: Tokens, W: jax.Array, u: jax.Array | None) -> jax.Array:
+def read(dtype: jnp.dtype, tokens: Tokens, scores: Scored, W: jax.Array, u: jax.Array | None) -> jax.Array:
     """y of the block's queries, [m, value_dim], from W before the block."""
-    h = tokens.query
-    score = functools.partial(_scores, h, decay=tokens.decay, strict=False, shift=False)
-    y = applied(_times(_from_start_and_to_end(tokens.decay)[0], h), W, dtype)
-    if tokens.removal is not None and u is not None:
-        y = y + dot(score(tokens.removal.write), u, u.dtype)
-    if tokens.added is not None:
-        y = y + dot(score(tokens.added.key), tokens.added.value, dtype)
+    y = applied(_times(_from_start_and_to_end(tokens.decay)[0], tokens.query), W, dtype)
+    if scores.written is not None and u is not None:
+        y = y + dot(scores.written, u, u.dtype)
+    if scores.added is not None and tokens.added is not None:
+        y = y + dot(scores.added, tokens.added.value, dtype)
     return y
 
 
@@ -207,52 +245,63 @@ def _from_start_and_to_end(decay: jax.Array | None) -> tuple[jax.Array | None, j
     return start[0, :m], end[0, :m]
 
 
-def _scores(queries: jax.Array, keys: jax.Array, *, decay: jax.Array | None, strict: bool, shift: bool) -> jax.Array:
-    """Σ_d P[t,i,d] queries[t,d] keys[i,d] for i ≤ t (strict: i < t), else 0: [m, m].
+class Mask(NamedTuple):
+    """Which scores queries have: P[t,i] is the product of the decays i + 1 … t (shift: … t − 1), for i ≤ t (strict: i < t)."""
 
-    P[t,i] is the product of the decays i + 1 … t (with shift: … t − 1). decay: [m], [m, D] or None.
+    strict: bool
+    shift: bool
+
+
+def _head_scores(
+    queries: list[jax.Array], keys: list[jax.Array], decay: jax.Array | None, masks: list[Mask]
+) -> list[list[jax.Array]]:
+    """Σ_d P[t,i] queries[t,d] keys[i,d], or 0 where its mask excludes i: [m, m] for each of `queries` and each of `keys`.
+
+    queries, keys: [m, D]. decay: [m], or None for decays of 1.
     """
-    m = queries.shape[0]
-    if decay is not None and decay.ndim == 2:
-        return _channel_scores(queries, keys, decay, strict=strict, shift=shift)
-    if decay is None:
-        pairwise = jnp.tril(jnp.ones((m, m), queries.dtype), -1 if strict else 0)
-    else:
-        pairwise = decay_products(decay)[1]
-        if shift:
-            pairwise = jnp.concatenate([jnp.zeros_like(pairwise[:1]), pairwise[:-1]])
-        elif strict:
-            pairwise = jnp.tril(pairwise, -1)
-    return applied(queries, keys, queries.dtype, jax.lax.Precision.HIGHEST) * pairwise
+    m = keys[0].shape[0]
+    products = applied(jnp.concatenate(queries), jnp.concatenate(keys), keys[0].dtype, jax.lax.Precision.HIGHEST)
+    pairwise = jnp.tril(jnp.ones((m, m), keys[0].dtype)) if decay is None else decay_products(decay)[1]
+
+    def masked(mask: Mask) -> jax.Array:
+        if mask.shift and decay is not None:
+            return jnp.concatenate([jnp.zeros_like(pairwise[:1]), pairwise[:-1]])
+        return jnp.tril(pairwise, -1) if mask.strict else pairwise
+
+    rows = [jnp.split(row, len(keys), axis=1) for row in jnp.split(products, len(queries))]
+    return [[product * masked(mask) for product in row] for row, mask in zip(rows, masks)]
 
 
-def _channel_scores(queries: jax.Array, keys: jax.Array, decay: jax.Array, *, strict: bool, shift: bool) -> jax.Array:
-    """`_scores` for a decay per channel, by recursive halving: neighbouring parts of a block are merged.
+def _channel_scores(
+    queries: list[jax.Array], keys: list[jax.Array], decay: jax.Array, masks: list[Mask]
+) -> list[list[jax.Array]]:
+    """`_head_scores` for a decay per channel [m, D], by recursive halving: neighbouring parts of a block are merged.
 
     For t in the second part and i in the first, P[t,i] = (decays of the second part up to t) · (decays of the first after i). So
     the scores between them are one product of decayed queries and decayed keys, without an [m, m, D] array or quotients of decays.
     """
-    m, _ = queries.shape
-    padded = 1 << (m - 1).bit_length()
-    parts = lambda x, fill: jnp.pad(x, ((0, padded - m), (0, 0)), constant_values=fill)[:, None]
-    queries, keys, whole = parts(queries, 0.0), parts(keys, 0.0), parts(decay, 1.0)  # [parts, tokens of a part, D]
-    diagonal = row_sums(queries * keys)[..., None]
-    scores = jnp.zeros_like(diagonal) if strict or shift else diagonal
-    if not shift:
-        queries = queries * whole
+    m, _ = decay.shape
+    padding = (0, (1 << (m - 1).bit_length()) - m)
+    padded = lambda x, fill: jnp.pad(x, (padding, *((0, 0),) * (x.ndim - 1)), constant_values=fill)
+    diagonal = lambda q, k, mask: jnp.zeros_like(q[:, 0]) if any(mask) else row_sums(q * k)
+    scores = jnp.stack([jnp.stack([diagonal(q, k, mask) for k in keys], 1) for q, mask in zip(queries, masks)], 1)
+    first_decays = [q if mask.shift else q * decay for q, mask in zip(queries, masks)]
+    # [parts, tokens of a part, D], where the queries of a token are rows of their own, one after another, and so are its keys.
+    scores, whole = padded(scores, 0.0), padded(decay, 1.0)[:, None]
+    rows, columns = padded(jnp.stack(first_decays, 1), 0.0), padded(jnp.stack(keys, 1), 0.0)
     # Queries are decayed from their part's start to t (shift: t − 1), keys from i + 1 to their part's end. whole: a part's decay.
     while scores.shape[0] > 1:
-        (first_q, second_q), (first_k, second_k), (first, second) = map(neighbours, (queries, keys, whole))
+        (first_q, second_q), (first_k, second_k), (first, second) = map(neighbours, (rows, columns, whole))
         across = exact(second_q, first_k.mT)
         first_scores, second_scores = neighbours(scores)
         above = jnp.concatenate([first_scores, jnp.zeros_like(across)], axis=2)
         below = jnp.concatenate([across, second_scores], axis=2)
         scores = jnp.concatenate([above, below], axis=1)
-        length = first_q.shape[1]  # of a part, in tokens
-        queries = jnp.concatenate([first_q, spread(first, length, 1) * second_q], axis=1)
-        keys = jnp.concatenate([spread(second, length, 1) * first_k, second_k], axis=1)
+        rows = jnp.concatenate([first_q, spread(first, rows.shape[1], 1) * second_q], axis=1)
+        columns = jnp.concatenate([spread(second, columns.shape[1], 1) * first_k, second_k], axis=1)
         whole = first * second
-    return scores[0, :m, :m]
+    each = scores[0].reshape(scores.shape[1] // len(queries), len(queries), -1, len(keys))[:m, :, :m]
+    return [[each[:, i, :, j] for j in range(len(keys))] for i in range(len(queries))]
 
 
 def _substitute(lower: jax.Array, rate: jax.Array, right: jax.Array) -> jax.Array:
@@ -296,12 +345,13 @@ def linear_scan(
     start = rule.start(params.weights)["W"]
     over_heads = lambda function: jax.vmap(jax.vmap(jax.vmap(function), in_axes=(None, 0)), in_axes=(None, 0))
 
-    def prepare_slot(params: MemoryParams, slot: Slot) -> Prepared:
-        return prepare(rule, dtype, _slot_tokens(rule, params, slot))
+    def prepare_slot(params: MemoryParams, slot: Slot) -> tuple[Prepared, Tokens, Scored]:
+        tokens = _slot_tokens(rule, params, slot)
+        scores = scores_of(rule, tokens)
+        return prepare(rule, dtype, tokens, scores.system), tokens, scores.read
 
-    def read_slot(params: MemoryParams, inputs: tuple[Slot, jax.Array, jax.Array | None]) -> jax.Array:
-        slot, W, u = inputs
-        return read(dtype, _slot_tokens(rule, params, slot), W, u).astype(dtype)
+    def read_slot(tokens: Tokens, scores: Scored, W: jax.Array, u: jax.Array | None) -> jax.Array:
+        return read(dtype, tokens, scores, W, u).astype(dtype)
 
     def step(
         W: jax.Array, xs: tuple[Prepared, jax.Array | None]
@@ -315,9 +365,9 @@ def linear_scan(
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def group(W: jax.Array, xs: tuple[Slot, jax.Array | None]) -> tuple[jax.Array, jax.Array]:
         slots, resets = xs
-        blocks = over_heads(prepare_slot)(params, slots)
+        blocks, tokens, scores = over_heads(prepare_slot)(params, slots)
         last, (before, u) = meshes.scan(step, W, (blocks, resets))
-        return last, over_heads(read_slot)(params, (slots, before, u))
+        return last, jax.vmap(jax.vmap(jax.vmap(read_slot)))(tokens, scores, before, u)
 
     num_slots = slots.q.shape[0]
     size = min(max(1, _GROUP_TOKENS // slots.q.shape[3]), num_slots)
