@@ -10,6 +10,7 @@ import functools
 import itertools
 import os
 import pathlib
+import weakref
 import zlib
 from collections.abc import Sequence
 
@@ -93,13 +94,11 @@ def _opened(path: str, size: int, modified: int) -> "_Opened":
 
 
 class _Opened:
-    """An open file, closed when no longer used."""
+    """An open file, closed when no longer used; at the exit of the interpreter, where threads may still read, by the system."""
 
     def __init__(self, path: str):
         self.descriptor = os.open(path, os.O_RDONLY)
-
-    def __del__(self) -> None:
-        os.close(self.descriptor)
+        weakref.finalize(self, os.close, self.descriptor).atexit = False
 
 
 class _File:
