@@ -9,6 +9,7 @@ import difflib
 import importlib
 import inspect
 import json
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -60,7 +61,7 @@ def resolve(kind: str, name: str, table: Mapping[str, object]) -> Any:
             f"{kind} {name!r}: module {module_name!r} cannot be imported ({error}). It must be installed, or in a "
             "folder on PYTHONPATH."
         ) from error
-    except Exception as error:  # whatever a user's module raises
+    except (Exception, SystemExit) as error:  # whatever a user's module raises
         raise ValueError(f"{kind} {name!r}: importing {module_name!r} raised {in_one_line(error)}") from error
     for part in path.split("."):
         if not hasattr(found, part):
@@ -128,12 +129,14 @@ def takes(function: Callable[..., object], name: str) -> bool:
 
 
 def call_with(
-    kind: str, name: str, function: Callable[..., T], *arguments: object, options: str, **keywords: object
-) -> T:
+    kind: str, name: str, function: Callable[..., T], *arguments: object, options: str,
+    but: tuple[type[Exception], ...] = (), **keywords: object,
+) -> T:  # fmt: skip
     """`function(*arguments, **keywords, **options)`.
 
     Raises:
-      ValueError: `function` does not accept these arguments.
+      ValueError: `function` does not accept these arguments; or it is a user's own, "package.module:object", and raises something,
+        except the errors of `but`, which go on as they are.
     """
     given, signature = json.loads(options), signature_of(function)
     try:
@@ -144,20 +147,30 @@ def call_with(
         signature.bind(*arguments, **keywords, **given)
     except TypeError as error:
         raise ValueError(f"{kind} {name!r} with options {options}: {error}.") from None
-    return function(*arguments, **keywords, **given)
+    module, is_own, _ = name.partition(":")
+    if not is_own:
+        return function(*arguments, **keywords, **given)
+    with named(f"{kind} {name!r}{': __init__' if inspect.isclass(function) else ''}", module, but=but):
+        return function(*arguments, **keywords, **given)
 
 
 @contextlib.contextmanager
-def named(what: str, *, but: tuple[type[Exception], ...] = (ValueError, OSError)) -> Iterator[None]:
-    """Makes of an error of a user's code a ValueError that says what raised it. Those of `but` go on as they are."""
+def named(what: str, module: str = "", *, but: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """Makes of an error of a user's code a ValueError that says what raised it. Those of `but` go on as they are.
+
+    module: the user's module, of which the message names the line.
+    """
     try:
         yield
     except but:
         raise
-    except Exception as error:  # whatever a user's code raises
-        raise ValueError(f"{what} raised {in_one_line(error)}") from error
+    except (Exception, SystemExit) as error:  # whatever a user's code raises
+        raise ValueError(f"{what} raised {in_one_line(error, module)}.") from error
 
 
-def in_one_line(error: Exception) -> str:
-    """The kind of an error and the first line of what it says."""
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+def in_one_line(error: BaseException, module: str = "") -> str:
+    """The kind of an error, the first line of what it says, and the last line of a module that it passed through."""
+    words = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}".rstrip(". :")
+    frames = traceback.walk_tb(error.__traceback__)
+    lines = [line for frame, line in frames if frame.f_globals.get("__name__") == module]
+    return f"{words} (line {lines[-1]} of {module})" if lines else words

@@ -20,6 +20,14 @@ class RaisesLater:
         raise RuntimeError("the disk is gone\nand more")
 
 
+def refuses(rate):
+    raise ValueError("decay must be\nin [0, 1)")
+
+
+def needs_function(rate):
+    return optax.lbfgs(rate)
+
+
 def vector(config, steps):
     return lambda step: jnp.ones(2)
 

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import optax
+import optax.contrib
 from flax import nnx
 
 from atlasjax import memory
@@ -44,6 +45,16 @@ class MovingAverage(nnx.Module):
 
     def extend(self, x, state):
         return self._mix(x, state, jnp.zeros(x.shape[:2], bool))
+
+
+class NotDecoded(MovingAverage):
+    def extend(self, x, state):
+        raise NotImplementedError("whole sequences only")
+
+
+def plateau(rate):
+    """Adam, slowed down when the loss stays: it takes the loss, and keeps the least one, infinite at first."""
+    return optax.chain(optax.adam(rate), optax.contrib.reduce_on_plateau(patience=1, accumulation_size=4))
 
 
 class Counting:

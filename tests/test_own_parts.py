@@ -66,6 +66,28 @@ def test_a_language_model_of_own_parts_from_the_command_line(bounded, tmp_path, 
     assert "optimizer.name: 'tests.own_parts:sgd' → 'optax:lion'" in capsys.readouterr().err
 
 
+def test_a_mixer_that_does_not_decode_and_an_optimizer_that_takes_the_loss(tmp_path, capsys):
+    place = ["--run-dir", str(tmp_path / "run")]
+    options = [
+        "train", "--preset", "titans-tiny", *place, "--model.dim", "16", "--model.num-layers", "1", "--model.num-heads", "2",
+        "--model.mixer", "tests.own_parts:NotDecoded", "--optimizer.name", "tests.own_parts:plateau",
+        "--data.sequence-length", "32", "--data.batch-size", "4", "--mesh.data", "1", "--eval-batches", "1", "--no-tensorboard",
+    ]  # fmt: skip
+    assert cli.main([*options, "--steps", "2"]) == 0  # saves a state whose least loss is infinite
+    assert cli.main([*options, "--steps", "3"]) == 0
+    out = capsys.readouterr().out
+    assert "sample" not in out
+    assert "measure:" in out
+    assert cli.main(["evaluate", *place, "--max-batches", "1"]) == 0
+    (text := tmp_path / "text.txt").write_text("a text")
+    capsys.readouterr()
+    for command in (["generate", *place], ["evaluate", *place, "--stream", "--text", str(text)], ["serve", *place]):
+        assert cli.main(command) == 2, command
+        said = capsys.readouterr().err
+        assert "its model decodes no tokens: mixer 'tests.own_parts:NotDecoded': extend for x" in said, command
+        assert "raised NotImplementedError: whole sequences only" in said, command
+
+
 def test_a_mixer_streams_and_packs():
     """The class itself in the config; any cut of a sequence is the same function, and packed segments are as if alone."""
     config = ModelConfig(mixer=own_parts.MovingAverage, mixer_options={"longest": 16.0}, **SMALL)
@@ -141,7 +163,8 @@ def broken_schedule(name):
 def broken_optimizer(name):
     full = f"tests.broken_parts:{name}"
     params = {"w": jax.ShapeDtypeStruct((3,), jnp.float32)}
-    check_optimizer(full, make_optimizer(OptimizerConfig(name=full, clip_norm=None), 3, {}), params)
+    config = OptimizerConfig(name=full, clip_norm=None)
+    check_optimizer(config, make_optimizer(config, 3, {}), params)
 
 
 @pytest.mark.parametrize(
@@ -182,6 +205,9 @@ def broken_optimizer(name):
         (lambda: broken_optimizer("other_shape"), "whose state[1]['n'] is float32 () at first and float32 (2,) after a step."),
         (lambda: broken_optimizer("more_state"), "whose state[1]['m'] is missing at first and float32 () after a step."),
         (lambda: ModelConfig(mixer="tests.raises_when_imported:Mixer"), "_when_imported' raised RuntimeError: not today"),
+        (lambda: ModelConfig(mixer="tests.exits_when_imported:Mixer"), "_when_imported' raised SystemExit: not today"),
+        (lambda: broken_optimizer("refuses"), "optimizer 'tests.broken_parts:refuses' raised ValueError: decay must be (line "),
+        (lambda: broken_optimizer("needs_function"), "whose update fails: TypeError: "),
         (lambda: ModelConfig(mixer=":Mixer"), "mixer is ':Mixer'; it should be like 'package.module:object'."),
         (lambda: DataConfig(".x:Source"), "data source is '.x:Source'; it should be like 'package.module:object'."),
         (lambda: load_documents(DataConfig("tests.broken_parts:no_documents"), "train"), "has no documents."),

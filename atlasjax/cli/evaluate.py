@@ -149,7 +149,8 @@ def _run_tasks(command: EvaluateCommand) -> None:
 
 
 def _loaded(command: EvaluateCommand) -> LoadedRun:
-    loaded = load_run(command.run_dir, command.step, ema=command.ema)
+    decodes = command.stream or any(map(is_long_context, command.harness.tasks))
+    loaded = load_run(command.run_dir, command.step, ema=command.ema, decodes=decodes)
     for step, reason in loaded.skipped:
         print(f"atlasjax: the checkpoint of step {step} is unusable: {reason}", file=sys.stderr)
     return loaded

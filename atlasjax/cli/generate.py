@@ -52,7 +52,7 @@ def run(arguments: Sequence[str]) -> None:
     """Runs the command. `atlasjax.cli.main` turns its errors into exit codes."""
     command = parse(GenerateCommand, "generate", "Lets a trained model continue a text.", arguments)
     prompt, text = _checked(command)
-    loaded = load_run(command.run_dir, command.step, ema=command.ema)
+    loaded = load_run(command.run_dir, command.step, ema=command.ema, decodes=True)
     for step, reason in loaded.skipped:
         print(f"atlasjax: the checkpoint of step {step} is unusable: {reason}", file=sys.stderr)
     model, tokenizer = loaded.model, loaded.tokenizer

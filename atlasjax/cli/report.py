@@ -8,6 +8,7 @@ from atlasjax.data.tokenizers import Tokenizer
 from atlasjax.evaluate.ngram import baselines as ngram_baselines
 from atlasjax.generate import SamplingConfig, generate
 from atlasjax.nn import LanguageModel, ModelConfig
+from atlasjax.nn.mixer_check import why_not_decoded
 
 _BASELINE_CHARACTERS = 50_000_000  # beyond this, counting n-grams takes longer than it is worth
 
@@ -27,7 +28,9 @@ def baselines(config: DataConfig) -> dict[str, float]:
 
 
 def tokens_that_fit(config: ModelConfig, prompt: np.ndarray, num_tokens: int) -> int:
-    """How many of `num_tokens` new tokens a model has positions for after a prompt."""
+    """How many of `num_tokens` new tokens a model has positions for after a prompt; 0 if it decodes none."""
+    if why_not_decoded(config) is not None:
+        return 0
     longest = config.max_positions
     return num_tokens if longest is None else max(0, min(num_tokens, longest - len(prompt)))
 
@@ -35,7 +38,7 @@ def tokens_that_fit(config: ModelConfig, prompt: np.ndarray, num_tokens: int) ->
 def sample_text(
     model: LanguageModel, tokenizer: Tokenizer, *, prompt: str = "The ", num_tokens: int = 200, seed: int = 0
 ) -> str | None:
-    """A prompt and its continuation at temperature 0.8, or None if the model has no positions after the prompt."""
+    """A prompt and its continuation at temperature 0.8. None: the model decodes no tokens, or has no positions after the prompt."""
     before = tokenizer.encode(prompt)
     num_tokens = tokens_that_fit(model.config, before, num_tokens)
     if not num_tokens:

@@ -63,7 +63,7 @@ def run(arguments: Sequence[str]) -> None:
         raise ConfigError(
             f"host is {command.host!r}, which others reach; give a token with --token-file or {_TOKEN}, or leave the host."
         )
-    loaded = load_run(command.run_dir, command.step, ema=command.ema)
+    loaded = load_run(command.run_dir, command.step, ema=command.ema, decodes=True)
     for step, reason in loaded.skipped:
         print(f"atlasjax: the checkpoint of step {step} is unusable: {reason}", file=sys.stderr)
     chat, end_tokens = _conversation(command)

@@ -131,8 +131,7 @@ def _own(config: DataConfig, split: Split) -> Documents:
     kind = "data source"
     keywords = {"split": split} if config.separate_validation else {}
     make = resolve(kind, config.source, {})
-    with named(f"{kind} {config.source!r}"):
-        texts = call_with(kind, config.source, make, options=config.source_options, **keywords)
+    texts = call_with(kind, config.source, make, options=config.source_options, but=(OSError,), **keywords)
     if isinstance(texts, str) or not (hasattr(texts, "__len__") and hasattr(texts, "__getitem__")):
         raise ValueError(f"{kind} {config.source!r} gave a {type(texts).__name__}; it should be a sequence of strings.")
     return _Sequence(config.source, texts)

@@ -122,17 +122,28 @@ def optimizer_shardings(optimizer_state: PyTree, shapes: PyTree, param_shardings
       param_shardings: the same tree, of their shardings.
       mesh: the mesh.
     """
-    leaves = zip(jax.tree.leaves_with_path(shapes), jax.tree.leaves(param_shardings), strict=True)
-    params = {path: (leaf.shape, sharding) for (path, leaf), sharding in leaves}
+    shapes_of = {path: leaf.shape for path, leaf in jax.tree.leaves_with_path(shapes)}
+    param_sharding = dict(zip(shapes_of, jax.tree.leaves(param_shardings), strict=True))
 
     def place(path: jax.tree_util.KeyPath, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
-        for start in range(len(path) + 1):
-            shape, sharding = params.get(path[start:], (None, None))
-            if shape == leaf.shape:
-                return sharding
-        return replicated(mesh)
+        mine = parameter_of(path, leaf, shapes_of)
+        return replicated(mesh) if mine is None else param_sharding[mine]
 
     return jax.tree_util.tree_map_with_path(place, optimizer_state)
+
+
+def parameter_of(
+    path: jax.tree_util.KeyPath,
+    leaf: jax.Array | jax.ShapeDtypeStruct,
+    shapes: Mapping[jax.tree_util.KeyPath, tuple[int, ...]],
+) -> jax.tree_util.KeyPath | None:
+    """The path of the parameter that an array of the optimizer state belongs to, with which its own ends. None: there is none.
+
+    Args:
+      path, leaf: the array in the optimizer state, which has the shape of its parameter.
+      shapes: the parameters' shapes by their paths.
+    """
+    return next((path[i:] for i in range(len(path) + 1) if shapes.get(path[i:]) == leaf.shape), None)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

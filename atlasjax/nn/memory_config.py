@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from atlasjax import check, rules
 from atlasjax.memory import BACKENDS, Backend, Rule, structures
@@ -136,7 +137,7 @@ class MemoryConfig:
         """
         factory = resolve("memory rule", self.rule, rules.REGISTRY)
         parameters = inspect.signature(factory).parameters
-        arguments: dict[str, object] = {}
+        arguments: dict[str, Any] = {}
         for field, parameter in _RULE_FIELDS.items():
             value = getattr(self, field)
             if value is not None:

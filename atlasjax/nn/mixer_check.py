@@ -4,8 +4,8 @@ Otherwise a mistake would appear where the mixer is used: in a loop over layers,
 """
 
 import contextlib
-import traceback
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from typing import cast
 
 import jax
@@ -16,7 +16,7 @@ from jaxtyping import PyTree
 
 from atlasjax.memory.layerwise import changed, take_layer
 from atlasjax.mesh_axes import MESH_AXES
-from atlasjax.names import signature_of
+from atlasjax.names import in_one_line, signature_of
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.mixers import FirstValuesMixer, Mixer, ObservedMixer, is_layerwise, make_mixer, observe, with_first
 
@@ -41,13 +41,41 @@ def check_own_mixers(config: ModelConfig) -> None:
       ValueError: a mixer has a parameter without logical axes, another array than parameters, or a method that takes or returns
         something else than `Mixer` says. The message names the mixer and the method or the parameter.
     """
+    for where, mixer, its_config in _own_mixers(config):
+        _check_whole_sequences(where, mixer, its_config)
+        with contextlib.suppress(_NotImplemented):
+            _check_decoding(where, mixer, its_config)
+
+
+def check_own_calls(config: ModelConfig, time: int, *, packed: bool) -> None:
+    """Checks that the mixers named "package.module:Class" take whole sequences of `time` tokens.
+
+    Raises:
+      ValueError: one does not. The message names the mixer and the call.
+    """
+    for where, mixer, its_config in _own_mixers(config):
+        _check_whole_sequence(where, mixer, its_config, time, packed)
+
+
+@functools.lru_cache
+def why_not_decoded(config: ModelConfig) -> str | None:
+    """What a mixer of a model or of its branch raises when tokens are decoded: one that is named "package.module:Class" and whose
+    `init_state` or `extend` raises NotImplementedError. None if there is no such mixer."""
+    for where, mixer, its_config in _own_mixers(config):
+        try:
+            _check_decoding(where, mixer, its_config)
+        except _NotImplemented as error:
+            return str(error)
+    return None
+
+
+def _own_mixers(config: ModelConfig) -> Iterator[tuple[str, Mixer, ModelConfig]]:
+    """The user's own mixers of a model and of its branch: how messages name them, the abstract mixer, and its config."""
     for name in dict.fromkeys(config.pattern):
         if ":" in name:
-            mixer = _create(name, config)
-            _check_whole_sequences(f"mixer {name!r}:", mixer, config)
-            _check_decoding(f"mixer {name!r}:", mixer, config)
+            yield f"mixer {name!r}:", _create(name, config), config
     if config.branch is not None:
-        check_own_mixers(config.branch.alone(config))
+        yield from _own_mixers(config.branch.alone(config))
 
 
 def _create(name: str, config: ModelConfig) -> Mixer:
@@ -56,13 +84,7 @@ def _create(name: str, config: ModelConfig) -> Mixer:
     def create(**streams: int) -> Mixer:
         return nnx.eval_shape(lambda: make_mixer(name, config, rngs=nnx.Rngs(**streams)))
 
-    module = name.partition(":")[0]
-    try:
-        mixer = create(default=0)
-    except ValueError:  # the mixer's own words, or those of `make_mixer`
-        raise
-    except Exception as error:
-        raise ValueError(f"mixer {name!r}: __init__ raised {_said(error, module)}.") from error
+    mixer = create(default=0)
     _, params, *others = nnx.split(mixer, nnx.Param, ...)
     arrays = list(nnx.to_flat_state(others[0]))
     # In a trace, Flax takes an array that is an attribute itself for a static value.
@@ -86,46 +108,56 @@ def _create(name: str, config: ModelConfig) -> Mixer:
                 f"mixer {name!r}: parameter {_dotted(path)} {list(shape)} has the logical axes {axes}; create it with "
                 "atlasjax.nn.param or atlasjax.nn.Linear, not with nnx.Param or nnx.Linear, so that each axis has a name or None."
             )
+        if (dtype := variable.get_value().dtype) != jnp.float32:
+            raise ValueError(
+                f"mixer {name!r}: parameter {_dotted(path)} {list(shape)} is {dtype}; it should be float32."
+            )
     try:
         create(params=0)
-    except (AttributeError, KeyError) as error:
+    except ValueError as error:
         raise ValueError(
-            f"mixer {name!r}: __init__ should take random numbers from rngs.params(), the only stream of a model; it raised "
-            f"{_said(error, module)}."
+            f"mixer {name!r}: __init__ should take random numbers from rngs.params(), the only stream of a model; "
+            f"{str(error).partition(': __init__ ')[2]}"
         ) from error
     return mixer
 
 
 def _check_whole_sequences(where: str, mixer: Mixer, config: ModelConfig) -> None:
-    method = "observe" if isinstance(mixer, ObservedMixer) else "__call__"
-    _check_takes(where, mixer, method, "x", "segment_ids", "max_segments")
-
-    def run(mixer: Mixer, x: jax.Array, ids: jax.Array | None) -> PyTree:
-        first = mixer.first_values(x, None, ids) if isinstance(mixer, FirstValuesMixer) else None
-        return observe(mixer, x, ids, None if ids is None else _SEGMENTS, first)
-
+    _check_takes(where, mixer, _whole_method(mixer), "x", "segment_ids", "max_segments")
     refused: list[ValueError] = []
     accepted = 0
     for time, packed in _WHOLE:
         if accepted == 2:
             break
-        x = _input(config, time)
-        call = f"{where} {method} for x {_text(x)}"
         try:
-            got = _evaluate(call, mixer, run, x, jax.ShapeDtypeStruct(x.shape[:2], jnp.int32) if packed else None)
-        except ValueError as error:
+            _check_whole_sequence(where, mixer, config, time, packed)
+        except _RaisedError as error:
             refused.append(error)
-            continue
-        accepted += 1
-        if not isinstance(got, tuple) or len(got) != 2:  # not of a __call__, to which `mixers.observe` adds the second
-            raise ValueError(f"{call} returned {_text(got)}, should return (output, size of the memory or None).")
-        y, size = got
-        _check_output(call, y, x)
-        shape: tuple[int, ...] = getattr(size, "shape", ())
-        if size is not None and (len(shape) != 2 or shape[0] != _BATCH or size.dtype != jnp.float32):
-            raise ValueError(f"{call} returned the size {_text(size)}, should be None or float32 [{_BATCH}, heads].")
+        else:
+            accepted += 1
     if not accepted:
         raise refused[0]
+
+
+def _whole_method(mixer: Mixer) -> str:
+    return "observe" if isinstance(mixer, ObservedMixer) else "__call__"
+
+
+def _check_whole_sequence(where: str, mixer: Mixer, config: ModelConfig, time: int, packed: bool) -> None:
+    def run(mixer: Mixer, x: jax.Array, ids: jax.Array | None) -> PyTree:
+        first = mixer.first_values(x, None, ids) if isinstance(mixer, FirstValuesMixer) else None
+        return observe(mixer, x, ids, None if ids is None else _SEGMENTS, first)
+
+    x = _input(config, time)
+    call = f"{where} {_whole_method(mixer)} for x {_text(x)}{' with segment_ids' if packed else ''}"
+    got = _evaluate(call, mixer, run, x, jax.ShapeDtypeStruct(x.shape[:2], jnp.int32) if packed else None)
+    if not isinstance(got, tuple) or len(got) != 2:  # not of a __call__, to which `mixers.observe` adds the second
+        raise ValueError(f"{call} returned {_text(got)}, should return (output, size of the memory or None).")
+    y, size = got
+    _check_output(call, y, x)
+    shape: tuple[int, ...] = getattr(size, "shape", ())
+    if size is not None and (len(shape) != 2 or shape[0] != _BATCH or size.dtype != jnp.float32):
+        raise ValueError(f"{call} returned the size {_text(size)}, should be None or float32 [{_BATCH}, heads].")
 
 
 def _check_decoding(where: str, mixer: Mixer, config: ModelConfig) -> None:
@@ -142,31 +174,32 @@ def _check_decoding(where: str, mixer: Mixer, config: ModelConfig) -> None:
         first = mixer.first_values(x, state, None) if isinstance(mixer, FirstValuesMixer) else None
         return mixer.extend(x, state, **with_first(mixer, first))
 
-    try:
-        for batch in (_BATCH + 1, _BATCH):  # two, of which one may be the size of another axis
-            call = f"{where} init_state({batch}, {_LENGTH})"
-            state = _evaluate(call, mixer, lambda mixer, batch=batch: mixer.init_state(batch, _LENGTH))
-            for path, leaf in jax.tree_util.tree_leaves_with_path(state):
-                if leaf.shape[:1] != (batch,):
-                    place = jax.tree_util.keystr(path) or "its root"
-                    raise ValueError(
-                        f"{call} has {_text(leaf)} at {place}, should have the batch axis first: [{batch}, …]."
-                    )
-        states = jax.tree.map(lambda one: jax.ShapeDtypeStruct((_LAYERS, *one.shape), one.dtype), state)
-        for time in _PIECES:
-            x = _input(config, time)
-            call = f"{where} {method} for x {_text(x)}"
-            got = _evaluate(call, mixer, run, x, states, jax.ShapeDtypeStruct((), jnp.int32))
-            if not isinstance(got, tuple | list) or len(got) != 2:
-                raise ValueError(f"{call} returned {_text(got)}, should return (output, next state).")
-            _check_output(call, got[0], x)
-            if change := changed(states if in_place else state, got[1]):
-                raise ValueError(f"{call} returned a state with {change}.")
-    except _NotImplemented:
-        return  # the mixer does not decode
+    for batch in (_BATCH + 1, _BATCH):  # two, of which one may be the size of another axis
+        call = f"{where} init_state({batch}, {_LENGTH})"
+        state = _evaluate(call, mixer, lambda mixer, batch=batch: mixer.init_state(batch, _LENGTH))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+            if leaf.shape[:1] != (batch,):
+                place = jax.tree_util.keystr(path) or "its root"
+                raise ValueError(
+                    f"{call} has {_text(leaf)} at {place}, should have the batch axis first: [{batch}, …]."
+                )
+    states = jax.tree.map(lambda one: jax.ShapeDtypeStruct((_LAYERS, *one.shape), one.dtype), state)
+    for time in _PIECES:
+        x = _input(config, time)
+        call = f"{where} {method} for x {_text(x)}"
+        got = _evaluate(call, mixer, run, x, states, jax.ShapeDtypeStruct((), jnp.int32))
+        if not isinstance(got, tuple | list) or len(got) != 2:
+            raise ValueError(f"{call} returned {_text(got)}, should return (output, next state).")
+        _check_output(call, got[0], x)
+        if change := changed(states if in_place else state, got[1]):
+            raise ValueError(f"{call} returned a state with {change}.")
 
 
-class _NotImplemented(ValueError):
+class _RaisedError(ValueError):
+    """A method raises something."""
+
+
+class _NotImplemented(_RaisedError):
     """A method raises NotImplementedError."""
 
 
@@ -174,7 +207,7 @@ def _evaluate(call: str, mixer: Mixer, run: Callable[..., PyTree], *arguments: P
     """`run(mixer, *arguments)`, all abstract; on a mesh of one device, with all axes of a training step, if it raises without.
 
     Raises:
-      ValueError: `run` raises something; `_NotImplemented` if it is NotImplementedError. The message starts with `call`.
+      _RaisedError: `run` raises something; `_NotImplemented` if it is NotImplementedError. The message starts with `call`.
     """
     graphdef, params = nnx.split(mixer)
     merged = lambda params, *arguments: run(nnx.merge(graphdef, params), *arguments)
@@ -183,8 +216,8 @@ def _evaluate(call: str, mixer: Mixer, run: Callable[..., PyTree], *arguments: P
     except Exception as error:
         with jax.sharding.use_abstract_mesh(_MESH), contextlib.suppress(Exception):
             return jax.eval_shape(merged, params, *arguments)
-        kind = _NotImplemented if isinstance(error, NotImplementedError) else ValueError
-        raise kind(f"{call} raised {_said(error, type(mixer).__module__)}.") from error
+        kind = _NotImplemented if isinstance(error, NotImplementedError) else _RaisedError
+        raise kind(f"{call} raised {in_one_line(error, type(mixer).__module__)}.") from error
 
 
 def _check_takes(where: str, mixer: Mixer, method: str, *names: str) -> None:
@@ -213,14 +246,6 @@ def _input(config: ModelConfig, time: int) -> jax.ShapeDtypeStruct:
 def _text(got: PyTree) -> str:
     """ "float32 [2, 8]" of an array, and the type of anything else."""
     return f"{got.dtype} {list(got.shape)}" if isinstance(got, jax.ShapeDtypeStruct) else f"a {type(got).__name__}"
-
-
-def _said(error: Exception, module: str) -> str:
-    """The type and first line of an error, and the last line of a module that it passed through."""
-    words = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}".rstrip(". :")
-    frames = traceback.walk_tb(error.__traceback__)
-    lines = [line for frame, line in frames if frame.f_globals.get("__name__") == module]
-    return f"{words} (line {lines[-1]} of {module})" if lines else words
 
 
 def _dotted(path: tuple[object, ...]) -> str:

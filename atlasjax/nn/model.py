@@ -16,6 +16,7 @@ from atlasjax.mesh_axes import HEAD_AXES
 from atlasjax.mixers.attention import segment_positions
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.layers import Linear, dropout
+from atlasjax.nn.mixer_check import why_not_decoded
 from atlasjax.nn.parameters import normal, param
 from atlasjax.nn.partition import read_table, split_tokens
 from atlasjax.nn.stack import Norms, first_values, make_norm, stack_layers
@@ -199,8 +200,11 @@ class LanguageModel(nnx.Module):
           logits float32 [batch, time, vocab_size], and the next cache, of the same size.
 
         Raises:
-          TypeError, ValueError: an argument has a wrong dtype or shape, or a token is not in the vocabulary.
+          TypeError, ValueError: an argument has a wrong dtype or shape, a token is not in the vocabulary, or a mixer does
+            not decode.
         """
+        if (why := why_not_decoded(self.config)) is not None:
+            raise ValueError(f"The model decodes no tokens: {why}")
         _check_tokens(tokens, self.config.vocab_size, "extend")
         batch = {leaf.shape[1] for leaf in jax.tree.leaves(cache)}
         if batch - {tokens.shape[0]}:

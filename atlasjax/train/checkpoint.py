@@ -152,7 +152,7 @@ class Checkpoints:
           config: JSON form of the run's TrainConfig.
 
         Raises:
-          NonFiniteError: the state has a NaN or infinite value. Nothing is written.
+          NonFiniteError: a parameter, a moment of it or its moving average has a NaN or infinite value. Nothing is written.
           SaveError: this save could not start, or the previous one failed. Another attempt is possible, also with another state.
           CheckpointError: the disk is full; or with several processes this save could not start.
         """
@@ -162,7 +162,7 @@ class Checkpoints:
             self._reopen(step)
         if step in self.steps():
             return
-        fingerprint = integrity.describe(state)
+        fingerprint = integrity.describe(state, unchecked=integrity.statistics(state))
         if not fingerprint["finite"]:
             raise NonFiniteError(f"The training state after step {step} has NaN or infinite values. It was not saved.")
         if (cause := self._missing_space(state)) is not None:

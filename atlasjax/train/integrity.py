@@ -12,15 +12,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
+from atlasjax.distributed.sharding import parameter_of
+from atlasjax.train.state import TrainState
+
 
 class Fingerprint(TypedDict):
-    """Whether all numbers of a state are finite, and the sum of each array by its path."""
+    """Whether all numbers of a state that should be finite are, and the sum of each array by its path."""
 
     finite: bool
     sums: dict[str, int]
 
 
-def describe(state: PyTree) -> Fingerprint:
+def describe(state: PyTree, unchecked: frozenset[str] = frozenset()) -> Fingerprint:
     """Returns the fingerprint of a state.
 
     The sum of an array is the sum, modulo 2^32, of its entries' bits as unsigned integers, each times an odd number that depends on
@@ -28,10 +31,25 @@ def describe(state: PyTree) -> Fingerprint:
 
     Args:
       state: pytree of arrays, PRNG keys included.
+      unchecked: paths of arrays that may have infinite values.
     """
-    sums, finite = jax.device_get(_fingerprint(state))
+    sums, finite = jax.device_get(_fingerprint(state, unchecked))
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
     return {"finite": bool(finite), "sums": {path: int(value) for path, value in zip(paths, sums)}}
+
+
+def statistics(state: TrainState) -> frozenset[str]:
+    """The paths of what an optimizer keeps beside moments of the parameters.
+
+    It may be infinite: the least loss so far is at first.
+    """
+    shapes = {path: leaf.shape for path, leaf in jax.tree.leaves_with_path(state.params)}
+    optimizer = jax.tree_util.GetAttrKey("optimizer")
+    return frozenset(
+        jax.tree_util.keystr(path)
+        for path, leaf in jax.tree.leaves_with_path(state)
+        if path[0] == optimizer and parameter_of(path[1:], leaf, shapes) is None
+    )
 
 
 def text_sum(value: object) -> int:
@@ -44,12 +62,12 @@ def damaged(saved: dict[str, int], loaded: dict[str, int]) -> list[str]:
     return sorted(path for path in saved.keys() | loaded.keys() if saved.get(path) != loaded.get(path))
 
 
-@functools.partial(jax.jit)
-def _fingerprint(state: PyTree) -> tuple[list[jax.Array], jax.Array]:
-    leaves = jax.tree.leaves(state)
-    floating = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)]
+@functools.partial(jax.jit, static_argnums=1)
+def _fingerprint(state: PyTree, unchecked: frozenset[str]) -> tuple[list[jax.Array], jax.Array]:
+    leaves = [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree.leaves_with_path(state)]
+    floating = [leaf for path, leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating) and path not in unchecked]
     finite = functools.reduce(jnp.logical_and, [jnp.isfinite(leaf).all() for leaf in floating], jnp.bool_(True))
-    return [_sum(leaf) for leaf in leaves], finite
+    return [_sum(leaf) for _, leaf in leaves], finite
 
 
 def _sum(leaf: jax.Array) -> jax.Array:

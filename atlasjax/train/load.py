@@ -9,6 +9,7 @@ from atlasjax.data.tokenizers import Tokenizer
 from atlasjax.distributed.mesh import MeshConfig, make_mesh
 from atlasjax.distributed.sharding import parameter_shardings
 from atlasjax.nn import LanguageModel, logical_axes
+from atlasjax.nn.mixer_check import why_not_decoded
 from atlasjax.train import state as state_lib
 from atlasjax.train.checkpoint import Checkpoints
 from atlasjax.train.config import TrainConfig, run_folder, saved_config
@@ -36,16 +37,20 @@ class LoadedRun:
     skipped: list[tuple[int, str]]
 
 
-def load_run(run_dir: str | storage.AnyPath, step: int | None = None, *, ema: bool = False) -> LoadedRun:
+def load_run(
+    run_dir: str | storage.AnyPath, step: int | None = None, *, ema: bool = False, decodes: bool = False
+) -> LoadedRun:
     """Loads the newest usable checkpoint of a run, or the checkpoint of `step`.
 
     Args:
       run_dir: the run's folder.
       step: step of the checkpoint. None: the newest usable one.
       ema: whether to take the moving average of the parameters instead of the parameters.
+      decodes: whether the model should decode tokens.
 
     Raises:
-      ConfigError: there is no run in the folder, its tokenizer or config cannot be used, or there is no moving average.
+      ConfigError: there is no run in the folder, its tokenizer or config cannot be used, there is no moving average, or the model
+        should decode tokens and one of its mixers does not.
       CheckpointError: no checkpoint is usable, or `step` is not there.
     """
     with user_errors():
@@ -60,6 +65,9 @@ def load_run(run_dir: str | storage.AnyPath, step: int | None = None, *, ema: bo
         with user_errors():
             config = dataclasses.replace(saved_config(saved), run_dir=str(run_dir))
             tokenizer = run_tokenizer(config)
+            why = why_not_decoded(config.model) if decodes else None
+        if why is not None:
+            raise ConfigError(f"run_dir is {str(run_dir)!r}; its model decodes no tokens: {why}")
         graphdef, shapes = state_lib.model_shapes(config.model)
         mesh = make_mesh(MeshConfig(data=1, fsdp=-1))
         shardings, _ = parameter_shardings(state_lib.pure(logical_axes(config.model)), shapes, mesh)

@@ -10,7 +10,7 @@ import optax.contrib
 from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
-from atlasjax.names import call_with, in_one_line, named, resolve, takes
+from atlasjax.names import call_with, in_one_line, resolve, takes
 from atlasjax.nn import logical_axes
 from atlasjax.train.config import OptimizerConfig, TrainConfig
 from atlasjax.train.state import pure
@@ -33,8 +33,7 @@ def learning_rate(config: OptimizerConfig, steps: int) -> Callable[[jax.Array | 
     """
     if ":" in config.schedule:
         kind = "learning-rate schedule"
-        with named(f"{kind} {config.schedule!r}"):
-            own = call_with(kind, config.schedule, resolve(kind, config.schedule, {}), config, steps, options="{}")
+        own = call_with(kind, config.schedule, resolve(kind, config.schedule, {}), config, steps, options="{}")
         if not callable(own):
             raise ValueError(f"{kind} {config.schedule!r} gave {own!r}, should be a function step → learning rate.")
         rate = lambda step: jnp.asarray(own(step), jnp.float32)
@@ -157,8 +156,7 @@ def make_optimizer(
         if dimension_numbers is not None and takes(make, "muon_weight_dimension_numbers"):
             given["muon_weight_dimension_numbers"] = dimension_numbers
         given = {name: value for name, value in given.items() if name not in json.loads(config.options)}
-        with named(f"optimizer {config.name!r}"):
-            update = call_with("optimizer", config.name, make, rate, options=config.options, **given)
+        update = call_with("optimizer", config.name, make, rate, options=config.options, **given)
         if not (callable(getattr(update, "init", None)) and callable(getattr(update, "update", None))):
             raise ValueError(f"optimizer {config.name!r} gave {update!r}, should be an optax.GradientTransformation.")
     else:
@@ -168,11 +166,18 @@ def make_optimizer(
     return optax.chain(clip, update)
 
 
-def check_optimizer(name: str, optimizer: optax.GradientTransformation, shapes: PyTree) -> None:
+def updated(
+    optimizer: optax.GradientTransformation, grads: PyTree, state: PyTree, params: PyTree, loss: jax.Array
+) -> tuple[PyTree, PyTree]:
+    """The updates and the next state. An optimizer that takes more than gradients gets the loss, as `value`, and `grad`."""
+    return optax.with_extra_args_support(optimizer).update(grads, state, params, value=loss, grad=grads)
+
+
+def check_optimizer(config: OptimizerConfig, optimizer: optax.GradientTransformation, shapes: PyTree) -> None:
     """Takes a step in the abstract: the optimizer of another package may be no optimizer.
 
     Args:
-      name: `OptimizerConfig.name`.
+      config: the optimizer's settings.
       optimizer: from `make_optimizer`.
       shapes: the parameters' shapes.
 
@@ -183,13 +188,14 @@ def check_optimizer(name: str, optimizer: optax.GradientTransformation, shapes: 
 
     def step(params: PyTree) -> tuple[PyTree, PyTree, PyTree]:
         first = optimizer.init(params)
-        updates, state = optimizer.update(params, first, params)
+        updates, state = updated(optimizer, params, first, params, jnp.zeros((), jnp.float32))
         return jax.tree.map(lambda x, update: jnp.zeros_like(x) + update, params, updates), first, state
 
+    name, options = config.name, "" if config.options == "{}" else f" with the options {config.options}"
     try:
         after, first, state = jax.eval_shape(step, shapes)
     except Exception as error:  # whatever a user's optimizer raises
-        raise ValueError(f"optimizer.name is {name!r}, whose update fails: {in_one_line(error)}") from error
+        raise ValueError(f"optimizer.name is {name!r}{options}, whose update fails: {in_one_line(error)}") from error
     before, now = ({jax.tree_util.keystr(path): x for path, x in jax.tree.leaves_with_path(x)} for x in (first, state))
     shown = lambda x: "missing" if x is None else f"{x.dtype} {x.shape}"
     for where in dict.fromkeys([*before, *now]):

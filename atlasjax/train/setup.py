@@ -19,6 +19,7 @@ from atlasjax.data.pipeline import BatchIterator, Pipeline, Position, make_pipel
 from atlasjax.data.tokenizers import Tokenizer, load_tokenizer, make_tokenizer
 from atlasjax.distributed.mesh import make_mesh
 from atlasjax.distributed.sharding import row_reader
+from atlasjax.nn.mixer_check import check_own_calls
 from atlasjax.train import fits
 from atlasjax.train import state as state_lib
 from atlasjax.train.checkpoint import Checkpoints, complete_steps
@@ -126,6 +127,7 @@ def prepare(config: TrainConfig) -> Setup:
         raise ValueError(
             f"data.sequence_length is {config.data.sequence_length}; it should be at most model.max_positions, which is {longest}."
         )
+    check_own_calls(config.model, config.data.sequence_length, packed=config.data.packing == "documents")
     tokenizer = run_tokenizer(config)
     if config.model.vocab_size < tokenizer.vocab_size:
         raise ValueError(
@@ -140,7 +142,7 @@ def prepare(config: TrainConfig) -> Setup:
     some, every = counted(shapes, trainable)
     fits.check_fits(config, mesh.shape, every, memory, trainable=some)
     optimizer = run_optimizer(config, trainable)
-    check_optimizer(config.optimizer.name, optimizer, select(shapes, trainable))
+    check_optimizer(config.optimizer, optimizer, select(shapes, trainable))
     ema = config.optimizer.ema_decay is not None
     shardings, skipped = state_lib.state_shardings(config.model, optimizer, mesh, trainable, ema=ema)
     return Setup(

@@ -14,6 +14,7 @@ from jaxtyping import PyTree
 from atlasjax.distributed.sharding import batch_sharding, replicated
 from atlasjax.nn.partition import time_parts
 from atlasjax.train.loss import LossConfig, cross_entropy_sum
+from atlasjax.train.optimizer import updated
 from atlasjax.train.state import TrainState, merge
 from atlasjax.train.trainable import replaced, select
 
@@ -153,7 +154,7 @@ def train_step(
     value, grads, tokens, norms = _observed_gradients(
         graphdef, params, batch, microbatches, max_segments, constrain, loss, whole
     )
-    updates, optimizer_state = optimizer.update(grads, state.optimizer, params)
+    updates, optimizer_state = updated(optimizer, grads, state.optimizer, params, value)
     params = optax.apply_updates(params, updates)
     ema = None if ema_decay is None else averaged(state.ema, params, ema_decay, state.step)
     metrics: Metrics = {

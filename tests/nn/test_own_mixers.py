@@ -1,5 +1,7 @@
 """What a user's own mixer may be, and mistakes in one: each is one line that names the mixer, before anything is compiled."""
 
+import pathlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +19,7 @@ from atlasjax.nn import (
     abstract_model,
     param,
 )
+from atlasjax.nn.mixer_check import check_own_calls, why_not_decoded
 from atlasjax.nn.mixers import MIXERS
 
 DIM = 8
@@ -224,7 +227,32 @@ def small(mixer, **fields):
     return ModelConfig(vocab_size=16, dim=DIM, num_layers=2, num_heads=2, mixer=mixer, **fields)
 
 
+class Count(Average):
+    def __init__(self, config, *, rngs):
+        super().__init__(config, rngs=rngs)
+        self.count = param(jnp.zeros(config.dim, jnp.int32), "embed")
+
+
+class Refuses(Average):
+    def __init__(self, config, *, rngs):
+        raise ValueError("heads must\ndivide dim")
+
+
+class Exits(Average):
+    def __init__(self, config, *, rngs):
+        raise SystemExit(3)
+
+
+class NoFile(Average):
+    def __init__(self, config, *, rngs):
+        pathlib.Path("no such file").read_text()
+
+
 MISTAKES = [
+    (Count, r"parameter count \[8\] is int32; it should be float32"),
+    (Refuses, r"__init__ raised ValueError: heads must \(line \d+ of tests.nn.test_own_mixers\)"),
+    (Exits, r"__init__ raised SystemExit: 3 \(line"),
+    (NoFile, r"__init__ raised FileNotFoundError: \[Errno 2\] No such file"),
     (
         FlaxParam,
         r"parameter scale \[8\] has the logical axes None; create it with atlasjax.nn.param or atlasjax.nn.Linear",
@@ -356,6 +384,27 @@ class NoState(Average):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_what_a_mixer_may_be(mixer, dtype):
     assert abstract_model(small(mixer, dtype=dtype)).layers.mixer.logit.shape == (2, DIM)
+
+
+def test_decoding_with_a_mixer_that_does_not():
+    config = small(NoDecoding)
+    assert why_not_decoded(small(Average)) is None
+    assert why_not_decoded(small("attention", branch=BranchConfig(NoDecoding))) is not None
+    model = LanguageModel(config, rngs=nnx.Rngs(0))
+    model(jnp.zeros((1, 4), jnp.int32))
+    message = "^The model decodes no tokens: mixer '.*NoDecoding': extend for x .* raised NotImplementedError"
+    with pytest.raises(ValueError, match=message):
+        model.extend(jnp.zeros((1, 4), jnp.int32), model.init_cache(1))
+
+
+@pytest.mark.parametrize(
+    ("mixer", "time", "packed"), [(OnlyChunks, 5, False), (OnlyShort, 9, True), (OnlyPacked, 4, False)]
+)
+def test_the_sequences_of_a_run_are_checked(mixer, time, packed):
+    words = " with segment_ids" if packed else ""
+    with pytest.raises(ValueError, match=rf"__call__ for x bfloat16 \[2, {time}, 8\]{words} raised "):
+        check_own_calls(small(mixer), time, packed=packed)
+    check_own_calls(small(mixer), 4096 if mixer is OnlyChunks else 8, packed=True)
 
 
 def test_on_a_mesh_that_does_not_divide_the_batch_of_the_check():

@@ -1,5 +1,7 @@
 """Checkpoints: exact round trips, damage noticed and survived, failing writes."""
 
+import contextlib
+import dataclasses
 import json
 import os
 import pathlib
@@ -250,6 +252,19 @@ def test_a_state_that_is_not_finite_is_never_saved(tmp_path, value):
         with pytest.raises(NonFiniteError, match="after step 2"):
             checkpoints.save(make_state(2, fill=value), [None], CONFIG)
         assert checkpoints.steps() == [1]
+
+
+@pytest.mark.parametrize(("name", "saved"), [("least", [1]), ("bias", [])])
+def test_what_an_optimizer_keeps_beside_moments_may_be_infinite(tmp_path, name, saved):
+    state = make_state(1)
+    state = dataclasses.replace(state, optimizer=(state.optimizer, {name: jnp.full(8, np.inf)}))
+    with Checkpoints(tmp_path / "c") as checkpoints:
+        with contextlib.nullcontext() if saved else pytest.raises(NonFiniteError, match="after step 1"):
+            checkpoints.save(state, [None], CONFIG)
+        checkpoints.wait()
+        assert checkpoints.steps() == saved
+        if saved:
+            chex.assert_trees_all_equal(checkpoints.restore(abstract(state)).state.optimizer, state.optimizer)
 
 
 def test_a_disk_without_room_is_refused_before_writing(copy, monkeypatch):
