@@ -12,7 +12,7 @@ from atlasjax.distributed import MeshConfig, make_mesh
 from atlasjax.nn import ModelConfig, logical_axes
 from atlasjax.train import OptimizerConfig
 from atlasjax.train import state as state_lib
-from atlasjax.train.optimizer import decay_mask, learning_rate, make_optimizer, muon_axes
+from atlasjax.train.optimizer import check_optimizer, decay_mask, learning_rate, make_optimizer, muon_axes, updated
 from tests.train.tiny import MODEL
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
@@ -174,3 +174,23 @@ def test_a_step_on_a_mesh_is_the_step_of_one_device(name, options):
     chex.assert_trees_all_close(jax.device_get(made), jax.device_get(expected), rtol=1e-3, atol=1e-5)
     split = [x for x in jax.tree.leaves(made[1]) if not x.sharding.is_fully_replicated]
     assert split, "nothing of the state is split"
+
+
+@pytest.mark.parametrize("name", ["optax.contrib:momo", "optax.contrib:momo_adam"])
+def test_an_optimizer_that_takes_the_loss(name):
+    config = OptimizerConfig(name=name, learning_rate=0.1, schedule="constant", warmup_steps=0)
+    optimizer = make_optimizer(config, 50, {"x": True})
+    loss, params = (lambda params: jnp.sum((params["x"] - 3.0) ** 2)), {"x": jnp.zeros(4)}
+    check_optimizer(config, optimizer, jax.eval_shape(lambda: params))
+
+    @jax.jit
+    def step(params, state):
+        value, grads = jax.value_and_grad(loss)(params)
+        updates, state = updated(optimizer, grads, state, params, value)
+        return optax.apply_updates(params, updates), state, value
+
+    state, values = optimizer.init(params), []
+    for _ in range(50):
+        params, state, value = step(params, state)
+        values.append(float(value))
+    assert values[-1] < 0.1 * values[0]
