@@ -324,7 +324,8 @@ def test_requests_left_after_the_grace_time_are_told(tmp_path, caplog):
 def test_the_moving_average_is_asked_for(tmp_path, monkeypatch, capsys):
     given = []
 
-    def load(run_dir, step, *, ema):
+    def load(run_dir, step, *, ema, decodes):
+        assert decodes  # a model that decodes no tokens cannot be served
         given.append((run_dir, step, ema))
         raise ConfigError("this is enough")
 
