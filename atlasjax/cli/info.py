@@ -1,7 +1,7 @@
 """`atlasjax info`."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 
 from atlasjax.cli.parsing import parse
 from atlasjax.data.config import Packing
@@ -75,9 +75,9 @@ def run(arguments: Sequence[str]) -> None:
         if command.plan is not None:
             for config in configs.values():
                 check_plan(config, command.plan)
-        rows = {preset: _sizes(config) for preset, config in _shown(configs)}
+        rows = {preset: _sizes(config) for preset, config in _shown(configs, "Tracing", least=5)}
         plans = (
-            {preset: plan_training(config, command.plan) for preset, config in configs.items()}
+            {preset: plan_training(config, command.plan) for preset, config in _shown(configs, "Compiling", least=1)}
             if command.plan is not None
             else {}
         )
@@ -89,14 +89,21 @@ def run(arguments: Sequence[str]) -> None:
     _table(entries, as_rows=command.size is not None)
 
 
-def _shown(configs: dict[str, TrainConfig]) -> Iterable[tuple[str, TrainConfig]]:
-    """The presets, with a bar that shows how far they are: a size has more than a hundred, a second or two each."""
-    from rich.console import Console
-    from rich.progress import track
+def _shown(configs: dict[str, TrainConfig], doing: str, *, least: int) -> Iterator[tuple[str, TrainConfig]]:
+    """The presets, with a bar that shows which one is next, if there are at least so many.
 
-    return track(
-        configs.items(), "Tracing", len(configs), console=Console(stderr=True), transient=True, disable=len(configs) < 5
-    )
+    A size has more than a hundred, and a preset takes a second or two to trace, and a minute or more to compile.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=len(configs) < least) as progress:
+        task = progress.add_task(doing, total=len(configs))
+        for preset, config in configs.items():
+            progress.update(task, description=f"{doing} {preset}")
+            yield preset, config
+            progress.advance(task)
 
 
 def _config(command: InfoCommand, preset: str) -> TrainConfig:
@@ -174,8 +181,9 @@ def _plan_rows(plan: Plan | None, config: TrainConfig) -> dict[str, str]:
     if plan is None:
         return {}
     tokens = config.steps * config.data.batch_size * config.data.sequence_length
+    hours = device_hours(config, plan.topology)
     return {
-        "topology": f"{plan.topology}, {plan.devices} devices",
+        "topology": f"{plan.topology}, {plan.devices} device{'s' if plan.devices > 1 else ''}",
         "mesh": ", ".join(f"{axis} {size}" for axis, size in plan.mesh.items()),
         "per device: state and batch": _size(plan.argument_bytes),
         "per device: temporary": _size(plan.temp_bytes),
@@ -185,8 +193,10 @@ def _plan_rows(plan: Plan | None, config: TrainConfig) -> dict[str, str]:
         if plan.fits
         else "no: try more --accumulation, --mesh.tensor, --mesh.sequence or a shorter --sequence-length",
         "training FLOPs per step": f"{plan.flops:.3g}",
-        f"device-hours at an MFU of {UTILIZATION:.0%}": f"{device_hours(config, plan.topology):,.0f} for {tokens:.3g} tokens",
-        "collectives in the program": ", ".join(f"{kind} {n}" for kind, n in plan.collectives.items() if n),
+        f"device-hours at an MFU of {UTILIZATION:.0%}": (
+            f"{f'{hours:,.0f}' if hours >= 10 else f'{hours:.2g}'} for {tokens:.3g} tokens"
+        ),
+        "collectives in the program": ", ".join(f"{kind} {n}" for kind, n in plan.collectives.items() if n) or "none",
         "replicated during resharding": f"{len(plan.rematerialized)} arrays" if plan.rematerialized else "nothing",
         "kernels in the program": str(plan.kernels),
         "compiled in": f"{plan.compile_seconds:.0f} s",

@@ -28,6 +28,7 @@ def run_in_child(module: str, request: dict[str, object], *, timeout: float = 18
       timeout: in seconds.
 
     Raises:
+      ValueError: the child raised it, e.g. for a topology that the compiler does not know.
       RuntimeError: the compilation failed or timed out. The message contains the compiler's reason (out of memory, …).
     """
     command = [sys.executable, "-P", "-m", module]
@@ -51,7 +52,10 @@ def run_in_child(module: str, request: dict[str, object], *, timeout: float = 18
         if line.startswith(_RESULT):
             plan = Plan(**json.loads(line.removeprefix(_RESULT)))
             return dataclasses.replace(plan, rematerialized=rematerializations(child.stderr))
-    raise RuntimeError(f"the compiler failed with code {child.returncode}: {_reason(child.stderr)[:500]}")
+    reason = _reason(child.stderr)
+    if reason.startswith("ValueError: "):
+        raise ValueError(reason.removeprefix("ValueError: "))
+    raise RuntimeError(f"the compiler failed with code {child.returncode}: {reason[:500]}")
 
 
 def _reason(messages: str) -> str:

@@ -4,6 +4,7 @@ The environment must be set before anything imports jax, so functions here impor
 """
 
 import importlib.util
+import math
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -73,8 +74,10 @@ def devices(generation: str, shape: Sequence[int], groups: int = 1) -> "Sequence
     from jax.experimental import topologies
 
     name = f"{generation}:{'x'.join(map(str, shape))}"
+    # A host has four chips, except that a chip may be had alone.
+    host = {"chips_per_host_bounds": (1, 1, 1)} if math.prod(shape) == 1 else {}
     try:
-        return topologies.get_topology_desc(name, platform="tpu", num_slices=groups).devices
+        return topologies.get_topology_desc(name, platform="tpu", num_slices=groups, **host).devices
     except Exception as error:  # jax raises several types here
         raise ValueError(f"topology is {name!r}, which libtpu does not know: {str(error).splitlines()[0]}") from None
 

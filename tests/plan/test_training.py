@@ -96,6 +96,17 @@ def test_unknown_topologies(topology, words):
         check_topology(topology)
 
 
+@needs_libtpu
+def test_what_only_the_compiler_knows_is_an_error_of_the_topology():
+    with pytest.raises(ValueError, match=r"topology is 'v5p:1x2x1', which libtpu does not know: .*2x2x1"):
+        plan_training(dataclasses.replace(default_config("gla-tiny"), mesh=MeshConfig(-1)), "v5p:1x2x1")
+
+
+@needs_libtpu
+def test_a_chip_alone():
+    assert len(Topology.parse("v5e:1x1").devices()) == 1
+
+
 @pytest.mark.parametrize("packing", ["contiguous", "documents"])
 def test_the_batch_is_that_of_the_run(packing):
     config = default_config("swa-tiny")
