@@ -15,23 +15,23 @@ last axis to 128 lanes and copy the whole cache into another layout for the prod
 it as it lies.
 """
 
-import functools
-import itertools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
 from atlasjax import check
 from atlasjax.memory import Partition
 from atlasjax.memory.check import check_ids, check_sizes, whole_layer
+from atlasjax.memory.layerwise import after
 from atlasjax.mixers import fused_attention
+from atlasjax.mixers.attention_blocks import Persistent as Persistent
+from atlasjax.mixers.attention_blocks import in_blocks, whole
 from atlasjax.mixers.divided_attention import Tokens, divided
 from atlasjax.mixers.rotary import check_rotary, rotate
 from atlasjax.mixers.shapes import check_dtype, check_shapes
-from atlasjax.mixers.softmax_attention import Source, apart, softmax_attention, together
+from atlasjax.mixers.softmax_attention import Source, apart, attention_of_layer, is_few, together
 
 _AXES = {
     "q": "batch time heads key_dim",
@@ -45,15 +45,6 @@ _CACHE_AXES = {
     "cache.values": "batch size kv_heads·value_dim",
     "cache.position": "batch",
 }
-_SMALLEST_BLOCK, _LARGEST_BLOCK = 64, 256
-_PARTS = 4  # of a sequence, whose queries read the keys up to the part's end: more parts read less in vain, and compile longer
-
-
-class Persistent(NamedTuple):
-    """Keys and values that every token sees: [persistent, kv_heads, key_dim] and [persistent, kv_heads, value_dim]."""
-
-    keys: Float[Array, "persistent kv_heads key_dim"]
-    values: Float[Array, "persistent kv_heads value_dim"]
 
 
 def attention(
@@ -103,51 +94,12 @@ def attention(
     k = rotate(k, position, rope_theta, rope_dim)
     if partition is not None and partition.time:
         tokens = Tokens(q, rotated, k, v, position, segment)
-        return divided(_in_blocks, partition, tokens, window, persistent)
-    blocks = lambda heads: _whole(q, heads.q, heads.k, heads.v, position, heads.segment, window, persistent)
+        return divided(in_blocks, partition, tokens, window, persistent)
+    blocks = lambda heads: whole(q, heads.q, heads.k, heads.v, position, heads.segment, window, persistent)
     heads = fused_attention.Heads(rotated, k, v, segment)
     if persistent is not None or not fused:
         return blocks(heads)
     return fused_attention.attend(heads, window, blocks, partition)
-
-
-def _whole(
-    q: jax.Array, rotated: jax.Array, k: jax.Array, v: jax.Array, position: jax.Array, segment: jax.Array | None,
-    window: int | None, persistent: Persistent | None,
-) -> jax.Array:  # fmt: skip
-    """`attention` of rotated queries and keys in XLA's operations."""
-    if window is None or window >= q.shape[1]:
-        return _causal(q, rotated, k, v, position, segment, persistent)
-    pad = lambda x, fill: jnp.pad(x, ((0, 0), (window, 0), *((0, 0),) * (x.ndim - 2)), constant_values=fill)
-    k_segment = None if segment is None else pad(segment, -1)
-    return _in_blocks(
-        q, rotated, pad(k, 0), pad(v, 0), position, pad(position, -1), segment, k_segment, window, persistent
-    )
-
-
-@jax.jit
-def _causal(
-    q: jax.Array, rotated: jax.Array, k: jax.Array, v: jax.Array, position: jax.Array, segment: jax.Array | None,
-    persistent: Persistent | None,
-) -> jax.Array:  # fmt: skip
-    """`attention` without a window. Queries of the first part of a sequence do not read the keys of the later ones."""
-    time = q.shape[1]
-
-    def part(start: int, stop: int) -> jax.Array:
-        own, before = (lambda x: x[:, start:stop]), (lambda x: x[:, :stop])
-        of_segments = (None, None) if segment is None else (own(segment), before(segment))
-        keys = before(k), before(v)
-        return _in_blocks(
-            own(q), own(rotated), *keys, own(position), before(position), *of_segments, None, persistent
-        )  # fmt: skip
-
-    if time <= _LARGEST_BLOCK:
-        return part(0, time)
-    blocks = -(-time // _LARGEST_BLOCK)
-    edges = np.linspace(0, blocks, min(blocks, _PARTS) + 1).round().astype(int) * _LARGEST_BLOCK
-    pairs = itertools.pairwise(np.minimum(edges, time).tolist())
-    # What is kept for the gradient is all arrays once, not the keys and weights of each part.
-    return jnp.concatenate([jax.checkpoint(functools.partial(part, *ends))() for ends in pairs], axis=1)
 
 
 def segment_positions(
@@ -157,63 +109,6 @@ def segment_positions(
     starts = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     t = jnp.arange(segment_ids.shape[1])[None]
     return t - jax.lax.cummax(jnp.where(starts, t, 0), axis=1), jnp.cumsum(starts, axis=1) - 1
-
-
-@functools.partial(jax.jit, static_argnames=("window", "split_heads"))
-def _in_blocks(
-    q: jax.Array,
-    rotated: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    q_position: jax.Array,
-    k_position: jax.Array,
-    q_segment: jax.Array | None,
-    k_segment: jax.Array | None,
-    window: int | None,
-    persistent: Persistent | None,
-    split_heads: bool = False,
-) -> jax.Array:
-    """Attention, one block of queries after another.
-
-    Args:
-      q, rotated: [batch, time, …].
-      k, v: all keys [batch, keys, …]. With a window, the `window` keys before the first query, followed by those of the queries.
-      q_position, k_position: [batch, time] and [batch, keys]. Queries see a key from its own position on, and never if the key's
-        position is negative.
-      q_segment, k_segment: segment indices of the same shapes. None for one segment.
-      window, persistent: see `attention`.
-      split_heads: see `softmax_attention`.
-    """
-    time = q.shape[1]
-    block = min(time, _LARGEST_BLOCK if window is None else max(_SMALLEST_BLOCK, min(_LARGEST_BLOCK, window)))
-
-    def run(start: jax.Array | int) -> jax.Array:
-        cut = lambda x, first, size: jax.lax.dynamic_slice_in_dim(x, first, size, axis=1)
-        queries = lambda x: cut(x, start, block)
-        keys = (lambda x: x) if window is None else (lambda x: cut(x, start, block + window))
-        t, s = queries(q_position)[:, :, None], keys(k_position)[:, None, :]
-        visible = (s <= t) & (s >= 0)
-        if window is not None:
-            visible &= s > t - window
-        if q_segment is not None and k_segment is not None:
-            visible &= queries(q_segment)[:, :, None] == keys(k_segment)[:, None, :]
-        sources = [Source(queries(rotated), keys(k), keys(v), visible)]
-        if persistent is not None:
-            sources.append(Source(queries(q), persistent.keys.astype(k.dtype), persistent.values.astype(v.dtype)))
-        return softmax_attention(*sources, split_heads=split_heads)
-
-    if block == time:
-        return run(0)
-    count = -(-time // block)
-    extra = count * block - time
-    pad = lambda x: jnp.pad(x, ((0, 0), (0, extra), *((0, 0),) * (x.ndim - 2)))
-    q, rotated, q_position = pad(q), pad(rotated), pad(q_position)
-    q_segment = None if q_segment is None else pad(q_segment)
-    if window is not None:  # the last block's slice of keys must not exceed the array
-        k, v, k_position = pad(k), pad(v), jnp.pad(k_position, ((0, 0), (0, extra)), constant_values=-1)
-        k_segment = None if k_segment is None else pad(k_segment)
-    y = jax.lax.map(jax.checkpoint(run, prevent_cse=False), jnp.arange(count) * block)
-    return jnp.moveaxis(y, 0, 1).reshape(q.shape[0], count * block, *y.shape[3:])[:, :time]
 
 
 class KVCache(NamedTuple):
@@ -322,27 +217,53 @@ def extend(
 
     def read(keys: jax.Array, values: jax.Array, positions: jax.Array, window: int | None) -> jax.Array:
         keys, values = apart(keys, heads), apart(values, heads)
-        return _in_blocks(q, rotated, keys, values, position, positions, None, None, window, persistent, split)
+        return in_blocks(q, rotated, keys, values, position, positions, None, None, window, persistent, split)
 
-    def written(at: jax.Array, k: jax.Array, v: jax.Array, **how: Any) -> KVCache | WindowCache:
+    def written(at: jax.Array, k: jax.Array, v: jax.Array, layer: Any = layer, **how: Any) -> KVCache | WindowCache:
         """The cache with new keys and values in the slots `at` [batch, time] of each row."""
-        after = cache.position.at[place].set(count + time)
-        return type(cache)(_write(cache.keys, layer, at, k, **how), _write(cache.values, layer, at, v, **how), after)
+        position = cache.position.at[place].set(count + time)
+        return type(cache)(_write(cache.keys, layer, at, k, **how), _write(cache.values, layer, at, v, **how), position)
 
+    newest = lambda last: (
+        last - (last - slots) % size
+    )  # position in each slot after token `last`, negative if there is none
+    how: dict[str, Any] = {}
     if isinstance(cache, KVCache):
-        cache = written(position, k, v, mode="drop", unique_indices=True, indices_are_sorted=True)
-        y = read(cache.keys[place], cache.values[place], slots, None)
-        return jnp.where((position < size)[:, :, None, None], y, jnp.nan), cache
-    if time == 1:
-        cache = written(position % size, k, v)
-        held = position - (position - slots) % size  # the newest position stored in each slot; negative if none yet
+        at, held, how = position, slots, {"mode": "drop", "unique_indices": True, "indices_are_sorted": True}
+    elif time == 1:
+        at, held = position % size, newest(position)
+    else:
+        before = count[:, None] - size + slots  # positions in temporal order
+        rows = jnp.arange(q.shape[0])[:, None]
+        join = lambda x, new: jnp.concatenate([x[place][rows, before % size], new], axis=1)
+        keys, values = join(cache.keys, k), join(cache.values, v)
+        y = read(keys, values, jnp.concatenate([before, position], 1), size)
+        return y, written((before + time) % size, keys[:, time:], values[:, time:], unique_indices=True)
+
+    def write_first() -> tuple[jax.Array, KVCache | WindowCache]:
+        cache = written(at, k, v, **how)
         return read(cache.keys[place], cache.values[place], held, None), cache
-    before = count[:, None] - size + slots  # positions in temporal order
-    rows = jnp.arange(q.shape[0])[:, None]
-    join = lambda x, new: jnp.concatenate([x[place][rows, before % size], new], axis=1)
-    keys, values = join(cache.keys, k), join(cache.values, v)
-    y = read(keys, values, jnp.concatenate([before, position], 1), size)
-    return y, written((before + time) % size, keys[:, time:], values[:, time:], unique_indices=True)
+
+    def read_first(layer: jax.Array | int) -> tuple[jax.Array, KVCache | WindowCache]:
+        """The tokens read the cache of those before them, and each other.
+
+        If a token is written first, XLA's CPU backend fuses that with the read, and copies the cache of all layers.
+        """
+        held = newest(count[:, None] - 1)[:, None]
+        seen = (held >= 0) & (held > position[..., None] - size)
+        dtypes = cache.keys.dtype, cache.values.dtype
+        new = Source(rotated, apart(k, heads), apart(v.astype(dtypes[1]), heads), jnp.tri(time, dtype=bool)[None])
+        others = [] if persistent is None else [persistent.source(q, *dtypes)]
+        y = attention_of_layer(rotated, cache.keys, cache.values, layer, seen, new, *others)
+        return y, written(at, k, v, after(jnp.asarray(layer), y), **how)
+
+    # On several devices the rows are divided. 16-bit floats XLA's CPU backend computes in 32 bits, whole caches at a time.
+    alone = partition is None or partition.mesh.size == 1
+    if layer is not None and is_few(q) and alone and {cache.keys.dtype, cache.values.dtype} == {jnp.dtype("float32")}:
+        y, new = jax.lax.platform_dependent(layer, cpu=read_first, default=lambda _: write_first())
+    else:
+        y, new = write_first()
+    return jnp.where((position < size)[:, :, None, None], y, jnp.nan) if isinstance(cache, KVCache) else y, new
 
 
 def _write(x: jax.Array, layer: jax.Array | int | None, at: jax.Array, new: jax.Array, **how: Any) -> jax.Array:

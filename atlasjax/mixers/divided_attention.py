@@ -46,7 +46,7 @@ def divided(
     """Attention of whole sequences.
 
     Args:
-      run: `mixers.attention._in_blocks`, for the queries of one device and a window.
+      run: `mixers.attention_blocks.in_blocks`, for the queries of one device and a window.
       partition: the mesh, and its axes that divide batch, kv_heads and time; `time` is not empty. The number of tokens need not be
         divisible.
       tokens: the arrays.

@@ -3,15 +3,17 @@
 Every mixer with a softmax over tokens reads through it. Logits and softmax are float32.
 """
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from atlasjax.memory.products import product
 
 _F32 = jnp.dtype(jnp.float32)
+_SMALLEST_PIECE, _PIECE_BYTES = 64, 2**20  # of keys that are taken out of a larger array, in tokens and in bytes
 _FEW = 32  # as many queries times heads are read in one matrix product per row
 _MASKED = -1e30  # not −∞, which would give NaN derivatives in rows of padding that see no key
 
@@ -39,24 +41,104 @@ def softmax_attention(*sources: Source, split_heads: bool = False) -> Float[Arra
     over all heads.
     """
     batch, time, heads, _ = sources[0].q.shape
-    groups, few = heads // sources[0].k.shape[-2], time * heads <= _FEW and not split_heads
+    groups, few = heads // sources[0].k.shape[-2], is_few(sources[0].q) and not split_heads
     if groups > 1 and not few:  # the queries of a group are read like further tokens, so that nothing is repeated
         y = softmax_attention(*(_fold(source, groups) for source in sources), split_heads=split_heads)
         y = y.reshape(batch, groups, time, *y.shape[2:])  # [batch, group, time, kv_heads, value_dim]
         return jnp.moveaxis(y, 1, 3).reshape(batch, time, heads, -1)
+    return _softmax([_read(source, few=few) for source in sources], sources[0].v.dtype)
+
+
+def is_few(q: Float[Array, "batch time heads key_dim"]) -> bool:
+    """Whether all heads of the queries are read in one matrix product per row."""
+    return q.shape[1] * q.shape[2] <= _FEW
+
+
+def attention_of_layer(
+    q: Float[Array, "batch time heads key_dim"],
+    keys: Float[Array, "layers batch size kv_heads*key_dim"],
+    values: Float[Array, "layers batch size kv_heads*value_dim"],
+    layer: Int[Array, ""] | int,
+    visible: Bool[Array, "batch time size"],
+    *others: Source,
+) -> Float[Array, "batch time heads value_dim"]:
+    """`softmax_attention` of few queries over one layer's part of the keys and values of all layers, and over other sources.
+
+    XLA's CPU backend takes what a product reads out of a larger array first. So it is read in pieces that stay in a core's cache.
+
+    Args:
+      q: queries for which `is_few` holds.
+      keys, values: the heads of a token side by side.
+      layer: the layer that is read.
+      visible: whether a query sees a key.
+      others: further keys and values, at least one, whose shapes give kv_heads.
+    """
+    kv_heads = others[0].k.shape[-2]
+    _, batch, size, width = keys.shape
+    least = max(1, min(size // _SMALLEST_PIECE, size * width * keys.dtype.itemsize // _PIECE_BYTES))
+    count = next(
+        (n for n in range(least, 2 * least + 1) if size % n == 0), least
+    )  # without a remainder, if that can be
+    piece, end, rows = size // count, size - size % count, jnp.arange(batch)
+    starts = jnp.arange(count) * piece
+
+    def cut(x: jax.Array, row: jax.Array, start: jax.Array | int, length: int) -> jax.Array:
+        return apart(jax.lax.dynamic_slice(x, (layer, row, start, 0), (1, 1, length, x.shape[-1]))[0], kv_heads)
+
+    def logits_of(row: jax.Array) -> jax.Array:
+        """[heads, time, size]"""
+        own = jax.lax.dynamic_slice_in_dim(q, row, 1)
+        products = lambda start, length: _few_products(own, cut(keys, row, start, length))[0]
+        whole = jax.lax.map(lambda start: products(start, piece), starts)  # [pieces, heads, time, piece]
+        whole = jnp.moveaxis(whole, 0, 2).reshape(*whole.shape[1:3], end)
+        return whole if end == size else jnp.concatenate([whole, products(end, size - end)], axis=-1)
+
+    def sums_of(row: jax.Array, weights: jax.Array) -> jax.Array:
+        """[time, heads, value_dim]"""
+
+        def some(start: jax.Array | int, length: int) -> jax.Array:
+            part = jax.lax.dynamic_slice_in_dim(weights, start, length, axis=-1)
+            return _few_sums(part[None], cut(values, row, start, length))[0]
+
+        add = lambda y, start: (y + some(start, piece), None)
+        rest = jax.eval_shape(lambda: some(0, piece))
+        rest = jnp.zeros(rest.shape, rest.dtype) if end == size else some(end, size - end)
+        return jax.lax.scan(add, rest, starts)[0]
+
+    logits = jax.lax.map(logits_of, rows)
+    sums = lambda weights: jax.lax.map(lambda at: sums_of(*at), (rows, weights))
+    own = _Read(_masked(logits, q, visible), sums, values.dtype)
+    return _softmax([own, *(_read(source, few=True) for source in others)], values.dtype)
+
+
+class _Read(NamedTuple):
+    """What a softmax reads: logits [batch, heads, time, size], and weights of that shape and dtype → sums of the values."""
+
+    logits: jax.Array
+    sums: Callable[[jax.Array], jax.Array]
+    dtype: jnp.dtype
+
+
+def _read(source: Source, *, few: bool) -> _Read:
     products, sums = (_few_products, _few_sums) if few else (_products, _sums)
-    logits = []
-    for q, k, _, visible in sources:
-        logit = products(q, k) * q.shape[-1] ** -0.5
-        logits.append(logit if visible is None else jnp.where(visible[:, None], logit, _MASKED))
-    largest = jnp.stack([jnp.max(logit, axis=-1) for logit in logits]).max(axis=0)[..., None]
+    logits = _masked(products(source.q, source.k), source.q, source.visible)
+    return _Read(logits, lambda weights: sums(weights, source.v), source.v.dtype)
+
+
+def _masked(products: jax.Array, q: jax.Array, visible: jax.Array | None) -> jax.Array:
+    logits = products * q.shape[-1] ** -0.5
+    return logits if visible is None else jnp.where(visible[:, None], logits, _MASKED)
+
+
+def _softmax(reads: Sequence[_Read], dtype: jnp.dtype) -> Float[Array, "batch time heads value_dim"]:
+    largest = jnp.stack([jnp.max(read.logits, axis=-1) for read in reads]).max(axis=0)[..., None]
     largest = jax.lax.stop_gradient(largest)
     total, y = jnp.zeros_like(largest), jnp.zeros((), jnp.float32)
-    for logit, (_, _, v, _) in zip(logits, sources, strict=True):
-        weights = jnp.exp(logit - largest)
+    for read in reads:
+        weights = jnp.exp(read.logits - largest)
         total = total + jnp.sum(weights, axis=-1, keepdims=True)
-        y = y + sums(weights.astype(v.dtype), v)
-    return (y / jnp.swapaxes(total, 1, 2)).astype(sources[0].v.dtype)
+        y = y + read.sums(weights.astype(read.dtype))
+    return (y / jnp.swapaxes(total, 1, 2)).astype(dtype)
 
 
 def _products(q: jax.Array, k: jax.Array) -> jax.Array:

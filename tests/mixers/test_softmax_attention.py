@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from atlasjax.mixers import softmax_attention as S
 from atlasjax.mixers.attention import Persistent, attention, extend, init_cache, init_window
-from atlasjax.mixers.softmax_attention import Source, softmax_attention
+from atlasjax.mixers.softmax_attention import Source, attention_of_layer, softmax_attention, together
 
 BATCH, SIZE, KEY, VALUE = 2, 11, 4, 6
 
@@ -68,6 +69,38 @@ def test_gradients_of_few_queries_are_those_of_many():
 
     few, many = (jax.jit(jax.grad(loss), static_argnums=1)(numbers, split) for split in (False, True))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * float(jnp.abs(b).max())), few, many)
+
+
+@pytest.mark.parametrize("tokens", [4, 5, 64])  # of a piece: with a rest of 11 tokens, without one, and all tokens
+@pytest.mark.parametrize(("time", "heads", "kv_heads"), [(1, 4, 4), (3, 6, 2)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 2e-6), (jnp.bfloat16, 1e-2)])
+def test_pieces_of_a_layer(monkeypatch, tokens, time, heads, kv_heads, dtype, tolerance):
+    """What lies in the cache of all layers is the source that it would be alone. Values and gradients."""
+    monkeypatch.setattr(S, "_SMALLEST_PIECE", 1)
+    monkeypatch.setattr(S, "_PIECE_BYTES", tokens * kv_heads * KEY * jnp.dtype(dtype).itemsize)
+    one, other = sources(time, heads, kv_heads, dtype)
+
+    def of_layer(q, k, v, other):
+        layers = lambda x: jnp.stack(
+            [jnp.full_like(together(x), jnp.nan), together(x), jnp.full_like(together(x), jnp.nan)]
+        )
+        return attention_of_layer(q, layers(k), layers(v), jnp.int32(1), one.visible, other)
+
+    alone = lambda q, k, v, other: softmax_attention(Source(q, k, v, one.visible), other)
+    weights = jax.random.normal(jax.random.key(0), (BATCH, time, heads, VALUE))
+
+    def graded(function):
+        loss = lambda *args: jnp.sum(weights * function(*args).astype(jnp.float32))
+        return function(*one[:3], other), jax.grad(loss, argnums=(0, 1, 2, 3), allow_int=True)(*one[:3], other)
+
+    found, expected = jax.jit(lambda: graded(of_layer))(), jax.jit(lambda: graded(alone))()
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(
+            np.asarray(a, np.float64), np.asarray(b, np.float64), rtol=0, atol=tolerance * float(jnp.abs(b).max())
+        ),
+        found,
+        expected,
+    )
 
 
 def test_few_queries_read_the_cache_as_it_lies():

@@ -285,10 +285,10 @@ def _channel_scores(
     padded = lambda x, fill: jnp.pad(x, (padding, *((0, 0),) * (x.ndim - 1)), constant_values=fill)
     diagonal = lambda q, k, mask: jnp.zeros_like(q[:, 0]) if any(mask) else row_sums(q * k)
     scores = jnp.stack([jnp.stack([diagonal(q, k, mask) for k in keys], 1) for q, mask in zip(queries, masks)], 1)
-    first_decays = [q if mask.shift else q * decay for q, mask in zip(queries, masks)]
+    decayed = [q if mask.shift else q * decay for q, mask in zip(queries, masks)]
     # [parts, tokens of a part, D], where the queries of a token are rows of their own, one after another, and so are its keys.
     scores, whole = padded(scores, 0.0), padded(decay, 1.0)[:, None]
-    rows, columns = padded(jnp.stack(first_decays, 1), 0.0), padded(jnp.stack(keys, 1), 0.0)
+    rows, columns = padded(jnp.stack(decayed, 1), 0.0), padded(jnp.stack(keys, 1), 0.0)
     # Queries are decayed from their part's start to t (shift: t − 1), keys from i + 1 to their part's end. whole: a part's decay.
     while scores.shape[0] > 1:
         (first_q, second_q), (first_k, second_k), (first, second) = map(neighbours, (rows, columns, whole))
