@@ -49,7 +49,7 @@ BACKBONES_COVERED = ("titans-mac", "delta-rule-mac", "delta-rule-mag", "atlas-ma
 GRADIENTS_COVERED = ("transformer++", "gated-deltanet-h2", "gated-deltanet", "mamba", "delta-rule", "titans", "gam")
 # What runs by default.
 DECODED = (
-    "transformer++", "gla", "mamba", "gam", "memorizing", "infini", "elastic-exp", "block-attention", "gated-delta-rule",
+    "transformer++", "mamba", "gam", "memorizing", "infini", "elastic-exp", "block-attention", "gated-delta-rule",
     "linear-attention-residual",
 )  # fmt: skip
 TRAINED = ("transformer++", "mamba", "gam", "elastic-exp", "gated-delta-rule")

@@ -88,27 +88,34 @@ def test_the_paper_is_tested_at_lengths_of_its_own_between_random_tokens():
     assert not tokens[:, 16:][labels[:, 16:] == IGNORE].any()
 
 
+TWO = {"length": 16, "pairs": [2, 4], "lengths": [8, 16], "sizes": [16, 10]}  # each length compiles a step of its own
+
+
 def test_the_loss_is_that_of_the_logits_at_the_queries(monkeypatch):
-    """Batches of three lengths, and logits of three queries at a time."""
+    """Batches of two lengths, and logits of three queries at a time."""
+    recipe = dataclasses.replace(CELLS, **TWO)
     net = language_model(model("delta", 16, 64))
     rate, losses = 1e-2, []
     params = jax.jit(net.init)(jax.random.key(0))
     tx = optax.adamw(lambda t: rate * 0.5 * (1 + jnp.cos(jnp.pi * t / 12)), weight_decay=0.1, mask=net.mask)
     state = tx.init(params)
 
-    @jax.jit
     def loss(params, tokens, labels):
         entropy = optax.softmax_cross_entropy_with_integer_labels(net.logits(params, tokens), jnp.maximum(labels, 0))
         return jnp.sum(entropy * (labels >= 0)) / jnp.sum(labels >= 0)
 
-    parts, part, rows = CELLS.training(0)
-    for cell, chosen in zip(part, rows, strict=True):
-        value, slope = jax.value_and_grad(loss)(params, *(array[chosen] for array in parts[cell]))
+    @jax.jit
+    def step(params, state, tokens, labels):
+        value, slope = jax.value_and_grad(loss)(params, tokens, labels)
         updates, state = tx.update(slope, state, params)
-        params = optax.apply_updates(params, updates)
+        return value, optax.apply_updates(params, updates), state
+
+    parts, part, rows = recipe.training(0)
+    for cell, chosen in zip(part, rows, strict=True):
+        value, params, state = step(params, state, *(array[chosen] for array in parts[cell]))
         losses.append(float(value))
     monkeypatch.setattr(training, "LOGITS", 3 * 64)
-    found, seen = training.fit(net, CELLS, [(0, rate)], lambda *_: None)
+    found, seen = training.fit(net, recipe, [(0, rate)], lambda *_: None)
     np.testing.assert_allclose(seen[0], losses, rtol=1e-4)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(params), strict=True):
         np.testing.assert_allclose(a[0], b, atol=2e-3 * float(jnp.abs(b).max()))
@@ -116,9 +123,10 @@ def test_the_loss_is_that_of_the_logits_at_the_queries(monkeypatch):
 
 def test_a_stopped_training_goes_on_from_its_copy(tmp_path, monkeypatch):
     net, runs = language_model(model("gam", 16, 64)), [(0, 1e-2), (1, 1e-2)]
+    recipe = dataclasses.replace(CELLS, **TWO)
     monkeypatch.setattr(training, "PIECE", 4)
     monkeypatch.setattr(training, "KEEP_SECONDS", 0)
-    whole = training.fit(net, CELLS, runs, lambda *_: None)
+    whole = training.fit(net, recipe, runs, lambda *_: None)
 
     def stop(step, _):
         if step == 8:
@@ -126,16 +134,16 @@ def test_a_stopped_training_goes_on_from_its_copy(tmp_path, monkeypatch):
 
     path, steps = tmp_path / "partial" / "gam.npz", []
     with pytest.raises(KeyboardInterrupt):
-        training.fit(net, CELLS, runs, stop, partial=path)
-    rest = training.fit(net, CELLS, runs, lambda step, _: steps.append(step), partial=path)
+        training.fit(net, recipe, runs, stop, partial=path)
+    rest = training.fit(net, recipe, runs, lambda step, _: steps.append(step), partial=path)
     assert steps == [8, 12]
     for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(rest), strict=True):
         np.testing.assert_array_equal(a, b)
     assert [file.name for file in path.parent.iterdir()] == ["gam.npz"]
     with pytest.raises(ValueError, match=r"gam.npz is the state of another training"):
-        training.fit(language_model(model("delta", 16, 64)), CELLS, runs, lambda *_: None, partial=path)
+        training.fit(language_model(model("delta", 16, 64)), recipe, runs, lambda *_: None, partial=path)
     of = lambda *changes: training.partial_path(tmp_path, "gam-16", *changes)
-    assert len({of(CELLS, runs), of(CELLS, runs[:1]), of(run.Recipe(), runs)}) == 3
+    assert len({of(recipe, runs), of(recipe, runs[:1]), of(run.Recipe(), runs)}) == 3
 
 
 @pytest.mark.slow  # of the functions that test_mad.py resumes by

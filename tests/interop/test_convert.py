@@ -18,7 +18,7 @@ from atlasjax.train.errors import ConfigError
 from atlasjax.train.load import load_run
 from atlasjax.train.runs import run_config
 from tests.interop import peers
-from tests.marks import some_slow
+from tests.marks import if_slow, some_slow
 from tests.train.tiny import TEXT
 
 
@@ -29,12 +29,10 @@ def files(folder):
 @pytest.mark.parametrize(
     ("name", "dtype", "count"),
     [
-        ("mamba2", "F32", 3), pytest.param("mamba2 tied", "BF16", 1, marks=pytest.mark.slow),
-        ("mamba2 of mamba_ssm", "F16", 1), ("mamba", "BF16", 2),
-        ("mamba of mamba_ssm", "F32", 1), ("gated_deltanet", "BF16", 2), ("delta_net", "F32", 1), ("gla", "F32", 1),
-        ("gated_deltanet with attention", "F32", 1),
-        ("olmo_hybrid", "F16", 1),
-        ("qwen3_5 with images", "BF16", 2), pytest.param("qwen3_5", "F32", 1, marks=pytest.mark.slow), ("rwkv7", "BF16", 2),
+        ("mamba2", "F32", 3), if_slow("mamba2 tied", "BF16", 1), ("mamba2 of mamba_ssm", "F16", 1), if_slow("mamba", "BF16", 2),
+        ("mamba of mamba_ssm", "F32", 1), if_slow("gated_deltanet", "BF16", 2), ("delta_net", "F32", 1), ("gla", "F32", 1),
+        ("gated_deltanet with attention", "F32", 1), ("olmo_hybrid", "F16", 1), ("qwen3_5 with images", "BF16", 2),
+        if_slow("qwen3_5", "F32", 1), ("rwkv7", "BF16", 2),
     ],
 )  # fmt: skip
 def test_round_trip_is_exact(tmp_path, name, dtype, count):
@@ -107,7 +105,7 @@ def test_a_run_of_our_own_can_be_exported(tmp_path, name):
     assert run_config(tmp_path / "run").model == run_config(tmp_path / "again").model
 
 
-@pytest.mark.parametrize("kind", ["mamba", "mamba2"])
+@pytest.mark.parametrize("kind", some_slow(["mamba", "mamba2"], ["mamba"]))
 def test_both_forms_of_mamba_are_the_same_model(tmp_path, kind):
     """`test_peers.py` compares that of transformers with PyTorch; mamba_ssm has no forward pass without a GPU."""
     models = []

@@ -13,7 +13,7 @@ from atlasjax.memory import Bound, check, features, objectives, optimizers, rete
 from atlasjax.memory.blocks import largest_entry
 from atlasjax.memory.fast_weights import bounds
 from atlasjax.memory.fast_weights.rule import MemoryRule
-from tests.marks import some_slow
+from tests.marks import if_slow, some_slow
 from tests.memory.cases import RULES, assert_close, make_inputs, objective, slice_time
 
 RELU = structures.MLP(expansion=2, activation="relu")
@@ -37,7 +37,7 @@ def bold(rule, dtype=jnp.float64, time=37, spread=0.3, step_size=1.0, **override
     ("structure", "forgets"),
     [
         (MATRIX, retention.Full()), (RELU, retention.Full()),
-        (structures.MLP(depth=3, expansion=1, activation="relu"), retention.Full()), (MATRIX, retention.Lq(4.0)),
+        if_slow(structures.MLP(depth=3, expansion=1, activation="relu"), retention.Full()), (MATRIX, retention.Lq(4.0)),
     ],
     ids=str,
 )  # fmt: skip
@@ -106,7 +106,7 @@ def test_squared_norms_with_momentum_and_any_decays(horizon, spread, x64):
     assert (norms <= (square(state.memory) + jnp.moveaxis(allowed, 1, 0)) * (1 + 1e-9)).all()
 
 
-@pytest.mark.parametrize("structure", [MATRIX, structures.MLP(), structures.GatedMLP()], ids=str)
+@pytest.mark.parametrize("structure", [MATRIX, structures.MLP(), if_slow(structures.GatedMLP())], ids=str)
 def test_momentum_does_not_repeat_a_full_step(structure):
     """A few tokens with a small θ and large steps between tokens with θ = 1 and almost none. A limit by each token's own θ does
     not hold: the memories ended at 66,060, 1,154 and 1,564."""
@@ -187,7 +187,7 @@ def test_packed_segments_where_the_bound_acts(x64):
     assert_close(packed, memory.reference(rule, params, None, *rest, segment_ids=ids)[0], 1e-9)
 
 
-@pytest.mark.parametrize("name", ["titans", "muon_matrix_channel"])
+@pytest.mark.parametrize("name", some_slow(["titans", "muon_matrix_channel"], ["titans"]))
 def test_a_fresh_call_of_one_chunk_begins_within_the_bound(name, x64):
     """Such a call begins one memory for all rows; a learned start may be larger than the bound."""
     rule = dataclasses.replace(RULES[name], chunk_size=16, bound=Bound(weight_norm=0.1))
@@ -283,7 +283,7 @@ def test_a_norm_that_would_overflow_if_it_were_squared():
 
 
 @pytest.mark.parametrize("name", ["moneta", "titans", "yaad"])
-@pytest.mark.parametrize("size", [1e-12, 1e-10, 1e-8, 1e-6, 1e-4])
+@pytest.mark.parametrize("size", some_slow([1e-12, 1e-10, 1e-8, 1e-6, 1e-4], [1e-10, 1e-6, 1e-4]))
 def test_gradients_are_finite_when_errors_are_small(name, size):
     """A token repeated until it is known has squared gradients far below 1, whose square underflows in a quotient's derivative."""
     rule = RULES[name]
@@ -313,6 +313,7 @@ def test_moneta_with_strong_retention_over_many_tokens():
 # Their gates are those of the other rules.
 SUGGESTED_IF_SLOW = {
     "titans_no_momentum", "dla", "swla", "atlas_plus_plus", "memora", "ttt_mlp", "deep_transformer", "titans", "omeganet",
+    "swdt", "ttt_linear", "polysketch", "longhorn", "retnet",
 }  # fmt: skip
 
 
@@ -384,7 +385,7 @@ def without_effect(rule, dtype=jnp.float64, time=11, **overrides):
     [
         rules.delta_rule(4),
         MemoryRule(MATRIX, objectives.L2(), optimizer=optimizers.Momentum(), window=3, chunk_size=4),
-        MemoryRule(MATRIX, objectives.L2(), optimizer=GD, window=2, chunk_size=8),
+        if_slow(MemoryRule(MATRIX, objectives.L2(), optimizer=GD, window=2, chunk_size=8)),
         rules.omeganet(chunk_size=8, window=3),
     ],
     ids=["delta", "momentum", "window", "omeganet"],

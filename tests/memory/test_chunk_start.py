@@ -7,10 +7,14 @@ import jax.numpy as jnp
 import pytest
 
 from atlasjax import memory
+from tests.marks import some_slow
 from tests.memory.cases import RULES, assert_close, make_inputs
 
 
-@pytest.mark.parametrize("name", ["titans_at_its_limits", "dla", "gated_delta_rule", "own_features"])
+@pytest.mark.parametrize(
+    "name",
+    some_slow(["titans_at_its_limits", "dla", "gated_delta_rule", "own_features"], ["dla", "own_features"]),
+)
 @pytest.mark.parametrize("length", [16, 21])
 def test_it_is_the_call_without_the_promise(name, length):
     """In whole chunks of 8, and with an incomplete last one, after which the state is inside a chunk."""

@@ -13,6 +13,7 @@ from atlasjax import memory
 from atlasjax.memory import Bound, Partition, objectives, optimizers, structures
 from atlasjax.memory.fast_weights import kernels, linear_kernels
 from atlasjax.memory.fast_weights.rule import MemoryRule
+from tests.marks import if_slow
 from tests.memory.cases import RULES, assert_close, make_inputs, objective
 from tests.memory.test_bound import without_effect
 
@@ -38,14 +39,11 @@ def gradients(fn, rule):
 PALLAS = functools.partial(memory.scan, implementation="pallas_tpu")
 
 
-def if_slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
 @pytest.mark.parametrize(
     "name",
     [
-        "delta_rule", "gated_delta_rule", "longhorn", "gla", "rwkv7", if_slow("rwkv7_one_key"), "delta_rule_decay",
+        if_slow("delta_rule"), "gated_delta_rule", "longhorn", "gla", "rwkv7", if_slow("rwkv7_one_key"),
+        if_slow("delta_rule_decay"),
         if_slow("titans_matrix"), if_slow("omeganet"), if_slow("titans"),
         if_slow("moneta_row"), if_slow("swla"), if_slow("polysketch"), if_slow("dla"), if_slow("gated"), if_slow("yaad"),
         "ttt_linear", if_slow("ttt_mlp"),
@@ -61,7 +59,14 @@ def test_outputs_state_and_gradients(name, interpreted):
 
 @pytest.mark.parametrize(
     "name",
-    ["gated_delta_rule", "retnet", if_slow("gla"), if_slow("rwkv7"), if_slow("delta_rule_decay"), if_slow("titans")],
+    [
+        "gated_delta_rule",
+        if_slow("retnet"),
+        if_slow("gla"),
+        if_slow("rwkv7"),
+        if_slow("delta_rule_decay"),
+        if_slow("titans"),
+    ],
 )
 def test_a_memory_that_keeps_everything(name, interpreted):
     """Decays of one, as of a gate that rounds to it."""

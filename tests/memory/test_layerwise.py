@@ -9,6 +9,7 @@ import pytest
 
 from atlasjax import memory, rules
 from atlasjax.memory.layerwise import steps_in_place
+from tests.marks import some_slow
 from tests.memory.own_family import MovingSum
 from tests.memory.softmax.cases import RULES
 
@@ -36,7 +37,7 @@ CASES = {
     "own_step": OwnStep(TITANS, "grm", segment_size=6),
     "soup": memory.CachedRule(TITANS, "soup", segment_size=6, start="carry"),
 }
-SLOW = ("softmax_online", "grm_of_tokens", "grm_of_own", "soup")
+SLOW = ("softmax_online", "grm_of_tokens", "grm_of_own", "soup", "titans")  # "grm" has the steps of "titans"
 
 
 def inputs(rule):
@@ -55,7 +56,7 @@ def inputs(rule):
     return params, states, (q, k, v, memory.Gates(**gates))
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in CASES])
+@pytest.mark.parametrize("name", some_slow(CASES, SLOW))
 def test_a_step_in_the_states_of_all_layers(name):
     rule = CASES[name]
     params, states, tokens = inputs(rule)
@@ -90,7 +91,7 @@ def test_a_step_in_the_states_of_all_layers(name):
         np.testing.assert_allclose(have, want, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["titans", "dot", "grm"])
+@pytest.mark.parametrize("name", some_slow(["titans", "dot", "grm"], ["titans"]))
 def test_float64_tokens_leave_float32_states(name, x64):
     """The states of all layers stay as they are, as the carry of a loop has to."""
     rule = CASES[name]

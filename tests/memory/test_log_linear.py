@@ -60,16 +60,17 @@ def compiled(fn, rule, **options):
 
 
 each = pytest.mark.parametrize("name", some_slow(CASES, set(CASES) - DEFAULT))
+quick = pytest.mark.parametrize("name", some_slow(CASES, set(CASES) - {"delta_rule"}))  # the others compile for longer
 
 
-@each
+@quick
 def test_outputs(name, x64):
     rule = CASES[name]
     args = make_inputs(rule)
     assert_close(compiled(memory.scan, rule)(*args), compiled(memory.reference, rule)(*args), EXACT)
 
 
-@pytest.mark.parametrize("name", some_slow(CASES, set(CASES) - {"delta_rule"}))  # the others compile for longer
+@quick
 def test_gradients(name, x64):
     rule = CASES[name]
     args = make_inputs(rule)
@@ -102,7 +103,7 @@ def test_every_split(name, x64):
     assert_close(jax.tree.map(lambda x: x[-1], last), end, EXACT)
 
 
-@each
+@quick
 def test_packed_documents(name, x64):
     rule = CASES[name]
     args = make_inputs(rule)

@@ -9,6 +9,7 @@ import pytest
 
 from atlasjax import memory
 from atlasjax.memory import MemoryRule, optimizers, retention, structures
+from tests.marks import if_slow
 from tests.memory.cases import assert_close, make_inputs
 
 MAPS = (retention.KL(), retention.Lq(), retention.Lq(2.5), retention.Lq(7.0), retention.Lq(3.0, published=True))
@@ -87,22 +88,27 @@ class UnclaimedLq(retention.Lq):
         return retention.Lq(self.q).change_along(accumulator, direction)
 
 
+KINDS = {"KL": (retention.KL(), UnclaimedKL()), "Lq": (retention.Lq(), UnclaimedLq())}
+BLOCKS = {
+    "deep": MemoryRule(structures.MLP(expansion=2), optimizer=optimizers.GradientDescent(), chunk_size=20),
+    "momentum_window": MemoryRule(structures.MLP(expansion=2), optimizer=optimizers.Momentum(), window=3, chunk_size=9),
+    "channel_steps": MemoryRule(
+        structures.Matrix(), optimizer=optimizers.GradientDescent(per_channel=True), chunk_size=8
+    ),
+    "matrix_window": MemoryRule(structures.Matrix(), optimizer=optimizers.Momentum(), window=3, chunk_size=9),
+    "unbounded": MemoryRule(structures.Matrix(), optimizer=optimizers.Momentum(), chunk_size=8, bound=None),
+}
+# Each with one of the two maps, but for a window over two layers, which compiles for ten seconds.
+ONCE = {("deep", "KL"), ("matrix_window", "Lq"), ("channel_steps", "KL"), ("unbounded", "Lq")}
+
+
 @pytest.mark.parametrize(
-    ("known", "unclaimed"), [(retention.KL(), UnclaimedKL()), (retention.Lq(), UnclaimedLq())], ids=["KL", "Lq"]
+    ("name", "kind"),
+    [(name, kind) if (name, kind) in ONCE else if_slow(name, kind) for name in BLOCKS for kind in KINDS],
 )
-@pytest.mark.parametrize(
-    "rule",
-    [
-        MemoryRule(structures.MLP(expansion=2), optimizer=optimizers.GradientDescent(), chunk_size=20),
-        MemoryRule(structures.MLP(expansion=2), optimizer=optimizers.Momentum(), window=3, chunk_size=9),
-        MemoryRule(structures.Matrix(), optimizer=optimizers.GradientDescent(per_channel=True), chunk_size=8),
-        MemoryRule(structures.Matrix(), optimizer=optimizers.Momentum(), chunk_size=8, bound=None),
-    ],
-    ids=["deep", "momentum_window", "channel_steps", "unbounded"],
-)
-def test_a_mapped_block_is_the_general_block(rule, known, unclaimed, x64):
+def test_a_mapped_block_is_the_general_block(name, kind, x64):
     """Values, states and all derivatives, with large steps, so that the bound acts."""
-    fast, general = (dataclasses.replace(rule, retention=kind) for kind in (known, unclaimed))
+    fast, general = (dataclasses.replace(BLOCKS[name], retention=each) for each in KINDS[kind])
     assert fast.maps_sums
     assert not general.maps_sums
     params, q, k, v, gates = make_inputs(fast, dtype=jnp.float64, time=21)

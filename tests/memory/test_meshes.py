@@ -13,7 +13,7 @@ from atlasjax import memory, rules
 from atlasjax.memory import Partition, structures
 from atlasjax.memory.fast_weights import kernels, linear_kernels, slots
 from atlasjax.plan.compiled import collective_counts
-from tests.marks import some_slow
+from tests.marks import if_slow, some_slow
 from tests.memory.cases import RULES, assert_close, make_inputs
 from tests.memory.own_ideas import IDEAS
 from tests.memory.softmax import cases as softmax
@@ -91,7 +91,7 @@ def test_under_shard_map(name, x64):
         assert_close(a, b, 1e-9)
 
 
-@pytest.mark.parametrize("kind", ["truncation", "state", "step"])
+@pytest.mark.parametrize("kind", some_slow(["truncation", "state", "step"], ["state"]))
 def test_heads_of_a_softmax_memory_without_parameters(kind):
     """`SoftmaxParams.num_heads` says how many heads there are on all devices."""
     rule = memory.SoftmaxRule(structures.Matrix())
@@ -160,7 +160,7 @@ def test_the_definition_on_explicit_axes(x64):
     assert_close(found, memory.reference(rule, params, None, *tokens), 1e-9)
 
 
-@pytest.mark.parametrize("context", [False, True])
+@pytest.mark.parametrize("context", [False, if_slow(True)])
 def test_a_partition_on_explicit_axes(context, x64):
     rule = CASES["delta_rule"]
     params, *tokens = inputs(rule)
@@ -289,7 +289,7 @@ def test_a_step_of_a_log_linear_memory_on_explicit_axes(x64):
 
 
 @pytest.mark.parametrize(
-    "name", some_slow(("titans", "omeganet", "atlas_every", "delta_rule", "memora_matrix"), {"omeganet"})
+    "name", some_slow(("titans", "omeganet", "atlas_every", "delta_rule", "memora_matrix"), {"omeganet", "titans"})
 )
 def test_devices_of_a_cpu_divide_heads_without_communication(name, monkeypatch):
     """Also where the products are so large that a single device would compute groups of heads side by side."""
@@ -317,8 +317,17 @@ DIVIDED = {
 }
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("name", some_slow(DIVIDED, {"titans", "soup", "deep_transformer", "log_linear"}))
+BY_DEFAULT = [("delta_rule", False), ("delta_rule", True), ("grm", False), ("ssc", True)]
+
+
+@pytest.mark.parametrize(
+    ("name", "packed"),
+    [
+        (name, packed) if (name, packed) in BY_DEFAULT else if_slow(name, packed)
+        for name in DIVIDED
+        for packed in (False, True)
+    ],
+)
 def test_devices_keep_their_own_sequences(name, packed):
     """A batch divided over devices, which XLA partitions: nothing but the parameters' gradients goes from one to another."""
     rule, params, tokens, (rows, whole) = divided(name)
@@ -335,7 +344,7 @@ def test_devices_keep_their_own_sequences(name, packed):
     assert set(counts.values()) == {0}
 
 
-@pytest.mark.parametrize("name", some_slow(DIVIDED, {"titans", "soup", "deep_transformer", "log_linear"}))
+@pytest.mark.parametrize("name", some_slow(DIVIDED, set(DIVIDED) - {"delta_rule", "grm"}))
 def test_devices_keep_their_own_streams(name):
     rule, params, tokens, (rows, whole) = divided(name)
     state = memory.init_state(rule, params, batch_size=8, max_length=64)

@@ -9,6 +9,7 @@ import pytest
 
 from atlasjax import memory, rules
 from atlasjax.memory import objectives, optimizers, retention, structures
+from tests.marks import if_slow, some_slow
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,14 +143,14 @@ _MLP = structures.MLP(expansion=1)
     "rule",
     [
         memory.MemoryRule(_MLP, retention=Shrink(), chunk_size=4),
-        memory.MemoryRule(retention=Shrink(), chunk_size=1),
+        if_slow(memory.MemoryRule(retention=Shrink(), chunk_size=1)),
         memory.MemoryRule(_MLP, optimizer=EverySecond(), chunk_size=4),
         memory.MemoryRule(optimizer=EverySecond(), chunk_size=2),
-        memory.MemoryRule(objective=objectives.DotProduct(), optimizer=EverySecond(), chunk_size=4),
+        if_slow(memory.MemoryRule(objective=objectives.DotProduct(), optimizer=EverySecond(), chunk_size=4)),
         memory.MemoryRule(Unsorted(), chunk_size=4, window=2),
-        memory.MemoryRule(structures.MLP(depth=10, expansion=2), chunk_size=4),
+        if_slow(memory.MemoryRule(structures.MLP(depth=10, expansion=2), chunk_size=4)),
         memory.MemoryRule(_MLP, retention=SoftFirst(), chunk_size=1),
-        memory.MemoryRule(structures.Matrix(), retention=Squashed(decay_first=True), chunk_size=1),
+        if_slow(memory.MemoryRule(structures.Matrix(), retention=Squashed(decay_first=True), chunk_size=1)),
         memory.MemoryRule(
             structures.Matrix(), optimizer=optimizers.GradientDescent(), retention=Squashed(True), chunk_size=1
         ),
@@ -175,7 +176,7 @@ def test_a_map_is_found_where_it_is_defined():
     np.testing.assert_allclose(_call(rule(Squashed())), _call(rule(Squashed()), memory.reference), atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", [Ball, LinearBall])
+@pytest.mark.parametrize("kind", some_slow([Ball, LinearBall], [LinearBall]))
 @pytest.mark.parametrize("wrap", [lambda rule: rule, lambda rule: memory.CachedRule(rule, segment_size=4)])
 def test_a_map_of_a_whole_matrix_is_that_of_each_head(kind, wrap):
     """Two heads and two batch elements together are as each of them alone."""

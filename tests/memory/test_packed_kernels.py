@@ -13,6 +13,7 @@ from atlasjax.memory import structures
 from atlasjax.memory.fast_weights import kernels, linear_kernels
 from pallas_kernels.arguments import Segments
 from pallas_kernels.delta_rule import delta_rule
+from tests.marks import if_slow
 from tests.memory.cases import RULES, assert_close, make_inputs, objective
 
 
@@ -22,10 +23,6 @@ def interpreted(monkeypatch):
         monkeypatch.setattr(module, name, functools.partial(getattr(module, name), interpret=True))
     # Several chunks in a few tokens.
     monkeypatch.setattr(kernels, "_FREE_CHUNK", 16)
-
-
-def if_slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 # Segments of one token, of exactly one chunk of 8 and of 16, ids without a token, and an id that returns.
@@ -68,17 +65,22 @@ def test_linear_rules(name):
     assert_close(found, gradients(memory.reference, rule)(*args), 2e-5)
 
 
-@pytest.mark.parametrize("implementation", ["pallas_tpu", if_slow("pallas_gpu")])
-def test_bfloat16_and_wide_chunks(implementation, monkeypatch):
+@pytest.mark.parametrize(
+    ("implementation", "dtype", "tolerance"),
+    [
+        ("pallas_tpu", jnp.bfloat16, 0.03),
+        if_slow("pallas_tpu", jnp.float32, 2e-5),
+        if_slow("pallas_gpu", jnp.bfloat16, 0.03),
+        if_slow("pallas_gpu", jnp.float32, 2e-5),
+    ],
+)
+def test_bfloat16_and_wide_chunks(implementation, dtype, tolerance, monkeypatch):
     """Chunks of 64 tokens, which the GPU kernels split; bfloat16 against the XLA engine, whose products are also in bfloat16."""
     monkeypatch.setattr(kernels, "_FREE_CHUNK", 64)
     rule = RULES["gated_delta_rule"]
-    args = inputs(rule)
+    args = inputs(rule, dtype=dtype)
     found = gradients(memory.scan, rule, implementation=implementation)(*args)
-    assert_close(found, gradients(memory.reference, rule)(*args), 2e-5)
-    args = inputs(rule, dtype=jnp.bfloat16)
-    found = gradients(memory.scan, rule, implementation=implementation)(*args)
-    assert_close(found, gradients(memory.reference, rule)(*args), 0.03)
+    assert_close(found, gradients(memory.reference, rule)(*args), tolerance)
 
 
 # Windows, momentum, features with a residual outside the kernel, norms that act, two layers, and Muon.

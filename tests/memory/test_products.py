@@ -1,6 +1,7 @@
 """`products.product` against jax's own products, and what it is for: derivatives without transposes."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import pytest
 
 from atlasjax.flops import count_flops
 from atlasjax.memory.products import dense, product
+from tests.marks import if_slow, some_slow
 
 FORMS = {"nn": "ta,ab->tb", "nt": "ta,ba->tb", "tn": "ta,tb->ab"}
 SHAPES = {"nn": ((3, 5), (5, 4)), "nt": ((3, 5), (4, 5)), "tn": ((3, 5), (3, 4))}
@@ -38,8 +40,13 @@ def derivatives(f, x, y, over):
 
 
 @each_form
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("lead", [(), (2,), (2, 3)])
+@pytest.mark.parametrize(
+    ("lead", "dtype"),
+    [
+        ((), jnp.float32), ((2, 3), jnp.float32), ((2,), jnp.bfloat16),
+        if_slow((2,), jnp.float32), if_slow((), jnp.bfloat16), if_slow((2, 3), jnp.bfloat16),
+    ],
+)  # fmt: skip
 def test_values_and_derivatives(form, dtype, lead):
     x, y = arrays(form, dtype, *lead)
     over = lambda f: functools.reduce(lambda f, _: jax.vmap(f), lead, f)
@@ -49,7 +56,7 @@ def test_values_and_derivatives(form, dtype, lead):
 
 
 @each_form
-@pytest.mark.parametrize("axes", [(0, None), (None, 0), (1, 2), (2, 0)])
+@pytest.mark.parametrize("axes", some_slow([(0, None), (None, 0), (1, 2), (2, 0)], [(1, 2)]))
 def test_mapped_axes(form, axes):
     """An axis anywhere, and a factor that serves the whole batch."""
     x, y = (
@@ -91,9 +98,15 @@ def _tensordot(dtype=None, precision=None):
     return lambda x, y: jnp.tensordot(x, y, axes=1, precision=precision, preferred_element_type=dtype)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("lead", [(), (7,), (2, 3)])
-@pytest.mark.parametrize("out", [(4,), (2, 4), ()])
+DENSE = list(itertools.product([(4,), (2, 4), ()], [(), (7,), (2, 3)], [jnp.float32, jnp.bfloat16]))
+# Every shape of outputs with every shape of tokens would compile the same three products nine times.
+BY_DEFAULT = [
+    ((4,), (), jnp.float32), ((2, 4), (2, 3), jnp.float32), ((), (7,), jnp.float32),
+    ((2, 4), (7,), jnp.bfloat16), ((), (2, 3), jnp.bfloat16),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("out", "lead", "dtype"), [case if case in BY_DEFAULT else if_slow(*case) for case in DENSE])
 def test_dense_and_its_derivatives(dtype, lead, out):
     rng = np.random.default_rng(0)
     x, kernel = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in ((*lead, 5), (5, *out)))

@@ -90,7 +90,7 @@ def test_refused(name, message):
 
 
 @pytest.mark.parametrize("name", some_slow(DEFAULT, DEFAULT[1:]))
-@pytest.mark.parametrize("continued", [False, True])
+@pytest.mark.parametrize("continued", some_slow([False, True], [False]))
 def test_segments(name, continued, x64):
     """Some are longer than a device's part, some start with it, and some parts have several. The learned start is not zero."""
     rule = CASES[name]

@@ -21,7 +21,7 @@ SPLIT_IF_SLOW = (
     "omeganet_sketch", "yaad_window", "yaad", "moneta", "moneta_row", "memora", "map_momentum_window",
     "momentum_full_retention", "gated", "atlas", "atlas_convergent", "atlas_plus_plus", "muon_matrix_channel", "own_loss",
     "own_structure", "own_adam", "own_features", "own_retention", "titans_deep", "titans_online", "ttt_mlp",
-    "delta_rule", "delta_rule_chunk8", "linear_attention", "retnet", "rwkv7_one_key", "delta_rule_channel_steps",
+    "delta_rule", "delta_rule_chunk8", "linear_attention", "retnet", "rwkv7_one_key", "delta_rule_channel_steps", "gla", "swla",
 )  # fmt: skip
 
 
@@ -52,7 +52,7 @@ def test_every_split(name, x64):
     )
 
 
-@pytest.mark.parametrize("name", ["titans_at_its_limits", "atlas_every"])
+@each_name(["titans_at_its_limits", "atlas_every"], slow=["titans_at_its_limits"])
 def test_a_step_of_rows_at_different_places(name, x64):
     """A step takes a shorter program for rows that neither begin nor end a chunk, nor write with Muon: for all, most or none."""
     rule = RULES[name]

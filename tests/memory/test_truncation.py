@@ -14,7 +14,7 @@ from atlasjax.memory import structures
 from atlasjax.nn import AttentionConfig, MemoryConfig, ModelConfig
 from atlasjax.nn.mixers import make_mixer
 from atlasjax.presets import get_preset
-from tests.marks import each_name
+from tests.marks import each_name, some_slow
 from tests.memory.cases import RULES, assert_close, make_inputs
 
 TIME, PIECE = 40, 16  # two pieces, and a shorter one
@@ -74,7 +74,7 @@ def test_exact_gradients_are_others(name):
 FROM_INSIDE = {"matrix": rules.titans(8, structures.Matrix()).unbounded(), "bounded": RULES["titans"]}
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", some_slow([False, True], [False]))
 @pytest.mark.parametrize("name", ["matrix", pytest.param("bounded", marks=pytest.mark.slow)])
 def test_from_inside_a_chunk_and_packed(name, packed):
     """Pieces need not begin with a chunk, and the state that was given has the gradient of the first piece."""
@@ -118,7 +118,7 @@ def test_bad_input():
         memory.scan(linear, params, None, *tokens, truncation=8, partition=partition)
 
 
-@pytest.mark.parametrize("mixer", ["memory", "mac"])
+@pytest.mark.parametrize("mixer", some_slow(["memory", "mac"], ["mac"]))
 def test_in_a_layer(mixer):
     """The outputs of the last segment do not depend on tokens of the first in the gradient, but in their values."""
     config = ModelConfig(

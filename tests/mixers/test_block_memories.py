@@ -10,6 +10,7 @@ import pytest
 
 from atlasjax.mixers import attention, infini, memorizing
 from atlasjax.mixers.rotary import rotate
+from tests.marks import if_slow, some_slow
 
 BATCH, HEADS, KEY, VALUE, THETA, EPS = 2, 2, 4, 6, 100.0, 1e-6
 SIZE, LENGTH = 3, 4
@@ -90,11 +91,11 @@ def close(got, expected, tolerance=1e-5):
         ("memorizing", 2, {}),
         ("memorizing", 10, {}),
         ("memorizing", 10, {"length": 2}),  # shorter than a block
-        ("memorizing", 9, {"length": 20, "theta": None}),  # more than there is
-        ("memorizing", 4, {"size": 1, "length": 2}),
+        if_slow("memorizing", 9, {"length": 20, "theta": None}),  # more than there is
+        if_slow("memorizing", 4, {"size": 1, "length": 2}),
         ("infini", 2, {}),
         ("infini", 10, {}),
-        ("infini", 4, {"size": 1}),
+        if_slow("infini", 4, {"size": 1}),
     ],
 )
 def test_values_and_gradients(name, time, options):
@@ -202,7 +203,7 @@ def test_documents(name):
         close(y[:, start:stop], jitted(name)(*(a[:, start:stop] for a in x)))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", some_slow(NAMES, ["memorizing"]))
 def test_bfloat16(name):
     x = tuple(a.astype(jnp.bfloat16) for a in arrays(150))
     run = jax.jit(functools.partial(parallel, name, size=32, length=50))

@@ -11,6 +11,7 @@ import pytest
 from atlasjax.mixers import attention as softmax
 from atlasjax.mixers import melodi as M
 from atlasjax.mixers.rotary import rotate
+from tests.marks import if_slow
 
 BATCH, DIM, HEADS, KEY, VALUE, THETA, SIZE, SUMMARY = 2, 6, 2, 4, 3, 100.0, 5, 3
 EPS = 1e-6
@@ -75,7 +76,7 @@ def close(got, expected, tolerance=1e-5):
     np.testing.assert_allclose(np.asarray(got, np.float64), expected, rtol=0, atol=tolerance * np.abs(expected).max())
 
 
-@pytest.mark.parametrize(("time", "sizes"), [(3, (5, 3)), (12, (5, 3)), (10, (5, 7)), (3, (1, 1))])
+@pytest.mark.parametrize(("time", "sizes"), [if_slow(3, (5, 3)), (12, (5, 3)), (10, (5, 7)), if_slow(3, (1, 1))])
 def test_values_and_gradients(time, sizes):
     x, w = tokens(time), weights(*sizes)
     along = jax.random.normal(jax.random.key(9), x.shape)

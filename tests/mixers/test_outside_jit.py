@@ -7,6 +7,7 @@ import pytest
 from atlasjax.mixers import attention, block_recurrence, infini, log_linear, mamba, mamba2, melodi, memorizing
 from atlasjax.mixers.elastic import attention as elastic
 from atlasjax.mixers.elastic import banks, hippo, sampling
+from tests.marks import some_slow
 
 SIZE = 4
 X = jnp.ones((1, 11, 2, 4))
@@ -78,7 +79,8 @@ MIXERS = {
 }
 
 
-@pytest.mark.parametrize("name", MIXERS)
+# Mixers of blocks of tokens are made in one way.
+@pytest.mark.parametrize("name", some_slow(MIXERS, {"infini", "melodi", "elastic", "block recurrence"}))
 def test_a_call_is_compiled_once(name, compiled):
     whole, x, state, extend = MIXERS[name]
     calls = {

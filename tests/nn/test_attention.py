@@ -11,6 +11,7 @@ import pytest
 from atlasjax.memory import Partition
 from atlasjax.mixers import attention as A
 from atlasjax.mixers.rotary import rotate
+from tests.marks import if_slow, some_slow
 
 BATCH, HEADS, KEY, VALUE, THETA = 2, 2, 4, 6, 100.0
 
@@ -53,7 +54,7 @@ def close(got, expected, tolerance=1e-5):
     np.testing.assert_allclose(np.asarray(got, np.float64), expected, rtol=0, atol=tolerance * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("window", [None, 1, 5, 13, 100])
+@pytest.mark.parametrize("window", some_slow([None, 1, 5, 13, 100], [1, 5, 100]))
 def test_tokens_divided_over_devices(window):
     """Four parts of 6 tokens: windows within a part, over two and three of them, and longer than the sequence."""
     sizes = {"data": 2, "sequence": 4}
@@ -80,7 +81,13 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("time", "window", "persistent"), CASES)
+# A window of 64 or 5, or one longer than the sequence, takes the paths of those that are left.
+LIKE_ANOTHER = [(7, None, 0), (7, 50, 0), (64, 5, 0), (150, 5, 1), (150, 64, 0), (600, 601, 0)]
+
+
+@pytest.mark.parametrize(
+    ("time", "window", "persistent"), [if_slow(*case) if case in LIKE_ANOTHER else case for case in CASES]
+)
 def test_values_and_gradients(time, window, persistent):
     x = arrays(time, persistent)
     weights = jax.random.normal(jax.random.key(9), (BATCH, time, HEADS, VALUE))
@@ -148,7 +155,7 @@ def stream(x, cache, cuts):
     return jnp.concatenate(pieces, axis=1), cache
 
 
-@pytest.mark.parametrize(("window", "persistent"), [(None, 2), (1, 0), (4, 2), (5, 0), (40, 0)])
+@pytest.mark.parametrize(("window", "persistent"), [(None, 2), if_slow(1, 0), (4, 2), if_slow(5, 0), (40, 0)])
 def test_streamed_is_parallel(window, persistent):
     x = arrays(17, persistent)
     expected = parallel(x, window)

@@ -127,7 +127,7 @@ def test_threshold_and_channel_gates():
 # Rules that differ from one below in one part.
 LIKE_ANOTHER = (
     "deep_transformer", "dot", "omeganet", "atlas_plus_plus", "titans_no_momentum", "dla", "rwkv7_one_key", "longhorn_channel",
-    "ttt_linear", "swla", "yaad", "memora",
+    "ttt_linear", "swla", "yaad", "memora", "ttt_mlp", "gla", "retnet", "polysketch", "delta_rule", "longhorn",
 )  # fmt: skip
 
 

@@ -186,8 +186,8 @@ def test_mac_of_cached_memories_is_its_definition_and_streams(rule):
     got = parallel(params, inputs())
     close(got[1, :14], mac(nnx.merge(graphdef, params), inputs()[1, :14]))
     empty = nnx.merge(graphdef, params).init_state(BATCH, TIME)
-    close(stream("mac", rule, inputs(), empty, [0, 3, 4, 17, TIME])[0], got)
-    gradient = jax.grad(lambda p: jnp.sum(nnx.merge(graphdef, p)(inputs()) ** 2))(params)
+    close(stream("mac", rule, inputs(), empty, [0, 1, 11, 12, TIME])[0], got)
+    gradient = jax.jit(jax.grad(lambda p: jnp.sum(nnx.merge(graphdef, p)(inputs()) ** 2)))(params)
     assert np.abs(gradient["connector"]["kernel"][...]).max() > 1e-6
 
 
@@ -242,7 +242,7 @@ def test_rows_of_a_stream_may_stand_anywhere_in_their_segments(cuts):
     close(y, jnp.stack([whole[0, 1 : 1 + cuts[-1]], whole[1, 3 : 3 + cuts[-1]]]))
 
 
-@each_case(*CASES)
+@each_case(*CASES, slow=[("mal", "titans"), ("mag", "titans"), *CASES[-1:]])
 def test_causal_and_rows_independent(name, rule):
     _, params, parallel = make(name, rule)
     before = np.asarray(parallel(params, inputs()))
@@ -295,7 +295,7 @@ def test_every_parameter_learns_and_names_its_axes(name, rule):
         assert len(names) == value.ndim
 
 
-@each_case(*CASES[:-1])
+@each_case(*CASES[:-1], slow=[("mag", "titans"), ("mal", "titans"), ("swa", "titans")])
 def test_bfloat16_is_close_to_float32(name, rule):
     half = nnx.split(abstract(name, make_config(rule, dtype="bfloat16")), nnx.Param)[0]
     _, params, parallel = make(name, rule)

@@ -88,7 +88,7 @@ def test_streamed_is_parallel(rule):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-3), by_piece, by_token)
 
 
-@pytest.mark.parametrize("rule", some_slow(MEMORIES, ["ttt_mlp", "omeganet"]))
+@pytest.mark.parametrize("rule", some_slow(MEMORIES, ["ttt_mlp", "omeganet", "titans"]))
 def test_causal_and_rows_independent(rule):
     _, params, parallel = make(make_config(rule))
     before = np.asarray(parallel(params, tokens()))
@@ -150,7 +150,7 @@ def loss_of(graphdef):
     return jax.jit(jax.value_and_grad(loss))
 
 
-@pytest.mark.parametrize("rule", some_slow(MEMORIES, set(MEMORIES) - {"delta_rule", "of another kind"}))
+@pytest.mark.parametrize("rule", some_slow(MEMORIES, set(MEMORIES) - {"delta_rule"}))
 def test_every_parameter_learns(rule):
     graphdef, params, _ = make(make_config(rule))
     _, gradients = loss_of(graphdef)(params, tokens())
@@ -338,8 +338,10 @@ COPIED = {
 }
 
 
-@pytest.mark.parametrize("name", COPIED)
-@pytest.mark.parametrize(("batch", "dtype"), [(1, "float32"), (2, "float32"), (2, "bfloat16")])
+@pytest.mark.parametrize("name", some_slow(COPIED, {"mag"}))
+@pytest.mark.parametrize(
+    ("batch", "dtype"), [(1, "float32"), pytest.param(2, "float32", marks=pytest.mark.slow), (2, "bfloat16")]
+)
 def test_a_decoded_token_does_not_copy_the_states_of_all_layers(name, batch, dtype):
     """Of mixers that read their state twice in a step, and of caches. XLA writes into the donated cache."""
     config = ModelConfig(dim=32, num_layers=3, num_heads=2, ffn="none", dtype=dtype, **COPIED[name])

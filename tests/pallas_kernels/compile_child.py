@@ -1,8 +1,8 @@
 """`python compile_child.py TOPOLOGIES [some | all | wide]`: compiles kernels, forward and backward, for one chip of each topology,
 a comma between two; a line for each that compiled.
 
-`some`: each kernel for one of the topologies, in turn, with fewer heads. `all`: every kernel. `wide`: those of heads of 128 and 256
-and the memories of the Atlas presets.
+`some`: those of `SOME`, each for one of the topologies, in turn, with fewer heads. `all`: every kernel. `wide`: those of heads of
+128 and 256 and the memories of the Atlas presets.
 
 A process of its own, because a program that libtpu does not like can end the process.
 """
@@ -139,13 +139,23 @@ def wide_kernels():
         yield f"chunk_memory muon, atlas {dim} {dtype}", *atlas(dim, dtype)
 
 
+# Of each kind what has the most parts, and what differs from it most. They take turns in this order, so that each kind meets
+# several topologies.
+SOME = (
+    "newton_schulz gram", "delta_rule 96", "delta_rule packed", "linear_rule gla", "linear_rule rwkv7",
+    "chunk_memory mlp with LayerNorm", "chunk_memory huber", "chunk_memory packed", "chunk_memory muon",
+)  # fmt: skip
+
+
 def main(topology_names, which="all"):
     place_of = lambda name: topologies.get_topology_desc(name, platform="tpu").devices[0]
     devices = [place_of(name) for name in topology_names.split(",")]
-    for index, (name, function, shapes) in enumerate({"wide": wide_kernels}.get(which, kernels)()):
+    for name, function, shapes in {"wide": wide_kernels}.get(which, kernels)():
+        if which == "some" and name not in SOME:
+            continue
         # Marks are integers, which have no gradient.
         loss = lambda arguments, function=function: jnp.sum(function(*arguments).astype(jnp.float32) ** 2)
-        for device in [devices[index % len(devices)]] if which == "some" else devices:
+        for device in [devices[SOME.index(name) % len(devices)]] if which == "some" else devices:
             sharding = SingleDeviceSharding(device)
             place = lambda x, sharding=sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
             with use_abstract_mesh(Mesh([device], ("chip",)).abstract_mesh):  # tells kernels for which device

@@ -12,6 +12,7 @@ from pallas_kernels import blocks, triangular
 from pallas_kernels.chunk_memory import bound
 from pallas_kernels.chunk_program import Lanes
 from pallas_kernels.newton_schulz import newton_schulz
+from tests.marks import some_slow
 
 AXES = [(1, 0), (1, 1), (0, 0), (0, 1)]
 Precision = jax.lax.Precision
@@ -89,8 +90,8 @@ def test_a_selection_is_exact(x_axis, y_axis):
     np.testing.assert_allclose(pull(d)[0], back if x_axis else back.T, rtol=1e-6)
 
 
-@pytest.mark.parametrize("beta", [0.5, 1.0, 1.9])
-@pytest.mark.parametrize("alike", [0.0, 0.9, 1.0])
+@pytest.mark.parametrize("beta", some_slow([0.5, 1.0, 1.9], [0.5]))
+@pytest.mark.parametrize("alike", some_slow([0.0, 0.9, 1.0], [0.0]))
 def test_a_system_in_three_passes_is_finer_than_the_rounding_of_its_solution(beta, alike):
     """Delta rules read U in one pass of bfloat16, also where a chunk has one key, or removes more than there is.
 

@@ -12,13 +12,10 @@ from atlasjax.memory import objectives, structures
 from pallas_kernels import blocks
 from pallas_kernels.chunk_memory import api, chunk_memory
 from pallas_kernels.newton_schulz import SCHEDULES, coefficients
+from tests.marks import if_slow
 
 MLP, GATED, MATRIX = structures.MLP(expansion=2), structures.GatedMLP(expansion=2), structures.Matrix()
 L2, DOT = objectives.L2(), objectives.DotProduct()
-
-
-def if_slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def inputs(structure, batch, time, heads, dim, *, gates, window=1, dtype="float32", seed=0):
@@ -69,7 +66,7 @@ def close(found, expected, tolerance):
         (GATED, L2, (1, 19, 1, 4), ("retention", "momentum_decay"), 3),
         (structures.MLP(depth=3, expansion=1), DOT, (1, 9, 1, 4), ("retention", "momentum_decay"), 1),
         (MATRIX, DOT, (1, 21, 1, 4), ("retention",), 12),  # longer than a chunk
-        (MATRIX, objectives.Lp(4.0), (1, 11, 1, 4), (), 2),
+        if_slow(MATRIX, objectives.Lp(4.0), (1, 11, 1, 4), (), 2),  # below, bounded
     ],
     ids=str,
 )
@@ -102,7 +99,7 @@ def test_bounded(structure, objective, shape, gates, window):
     close(run(structure, objective, arrays, values, **options, interpret=True), expected, 2e-5)
 
 
-@pytest.mark.parametrize("bounded", [False, True])
+@pytest.mark.parametrize("bounded", [if_slow(False), True])
 def test_heads_that_fill_a_tile(bounded):
     arrays, values = inputs(MLP, 1, 40, 4, 4, gates=("retention", "momentum_decay"))
     options = {"chunk_size": 32}

@@ -11,8 +11,8 @@ from atlasjax.memory import objectives, structures
 from pallas_kernels.chunk_memory import chunk_memory, gpu_step
 from pallas_kernels.chunk_memory import gpu as parallel
 from pallas_kernels.newton_schulz import SCHEDULES, coefficients
-from tests.marks import some_slow
-from tests.pallas_kernels.test_chunk_memory import DOT, GATED, L2, MATRIX, MLP, close, if_slow, inputs, run
+from tests.marks import if_slow, some_slow
+from tests.pallas_kernels.test_chunk_memory import DOT, GATED, L2, MATRIX, MLP, close, inputs, run
 
 NARROW = structures.MLP(expansion=1)
 GPU = {"chunk_size": 16, "implementation": "pallas_gpu", "interpret": True}
@@ -65,11 +65,9 @@ def large_steps(structure, shape, gates, window):
 @pytest.mark.parametrize(
     ("structure", "objective", "shape", "gates", "window", "chunk_size"),
     [
-        (NARROW, L2, (1, 20, 1, 16), ("retention", "momentum_decay"), 5, 16),
-        (MATRIX, L2, (2, 20, 1, 8), (), 1, 16),
-        if_slow(
-            MATRIX, objectives.Lp(3.0), (1, 37, 1, 16), ("retention", "momentum_decay"), 20, 16
-        ),  # longer than a chunk
+        if_slow(NARROW, L2, (1, 20, 1, 16), ("retention", "momentum_decay"), 5, 16),
+        if_slow(MATRIX, L2, (2, 20, 1, 8), (), 1, 16),
+        (MATRIX, objectives.Lp(3.0), (1, 37, 1, 16), ("retention", "momentum_decay"), 20, 16),  # longer than a chunk
         if_slow(GATED, L2, (1, 37, 1, 16), ("momentum_decay",), 20, 16),
         (MATRIX, objectives.Huber(), (1, 20, 1, 8), ("retention", "threshold"), 1, 16),
         # Blocks of 32 tokens, without and with those of a window.

@@ -8,7 +8,8 @@ import pytest
 from pallas_kernels.arguments import BEGINS, CONTINUES, EMPTY, Segments, Window
 from pallas_kernels.chunk_memory import chunk_memory
 from pallas_kernels.newton_schulz import SCHEDULES, coefficients
-from tests.pallas_kernels.test_chunk_memory import GATED, L2, MATRIX, MLP, close, if_slow, inputs
+from tests.marks import if_slow
+from tests.pallas_kernels.test_chunk_memory import GATED, L2, MATRIX, MLP, close, inputs
 
 # Two rows of five chunks: the first goes on with the memory that it is given, the second begins a segment at once.
 MARKS = np.array([[CONTINUES, BEGINS, CONTINUES, BEGINS, EMPTY], [BEGINS, BEGINS, CONTINUES, EMPTY, EMPTY]])
@@ -66,15 +67,21 @@ def run(structure, arrays, values, past, segments, **options):
 CASES = [
     (MLP, BOTH, 5, {}),
     (MATRIX, (), 1, {}),
-    if_slow(GATED, BOTH, 12, {}),
-    if_slow(MATRIX, ("retention",), 20, {}),  # the window is longer than a chunk
-    if_slow(MATRIX, BOTH, 3, {"norm_bound": 0.4}),
+    (GATED, BOTH, 12, {}),
+    (MATRIX, ("retention",), 20, {}),  # the window is longer than a chunk
+    (MATRIX, BOTH, 3, {"norm_bound": 0.4}),
 ]
+# On GPUs the cheapest case with a window, momenta and norms; a matrix without any is one of `test_bounded`.
+DEFAULT = [("pallas_tpu", *CASES[0]), ("pallas_tpu", *CASES[1]), ("pallas_gpu", *CASES[4])]
+EVERY = [(name, *case) for name in ("pallas_tpu", "pallas_gpu") for case in CASES]
 
 
-@pytest.mark.parametrize(("structure", "gates", "window", "options"), CASES, ids=str)
-@pytest.mark.parametrize("implementation", ["pallas_tpu", "pallas_gpu"])
-def test_values_and_gradients(structure, gates, window, options, implementation):
+@pytest.mark.parametrize(
+    ("implementation", "structure", "gates", "window", "options"),
+    [case if case in DEFAULT else if_slow(*case) for case in EVERY],
+    ids=str,
+)
+def test_values_and_gradients(implementation, structure, gates, window, options):
     size = 8 if implementation == "pallas_tpu" else 16
     arguments = packed(structure, size - 3, 2, 8, gates, window, size)
     expected = run(structure, *arguments, chunk_size=size, implementation="reference", **options)

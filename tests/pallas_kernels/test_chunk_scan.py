@@ -1,5 +1,7 @@
 """The scan over chunks against a loop: chunks of one program, segments, heads."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 from pallas_kernels.arguments import BEGINS, CONTINUES, EMPTY
 from pallas_kernels.chunk_program import Unroll
 from pallas_kernels.chunk_scan import chunk_scan
+from tests.marks import if_slow
 
 BATCH, HEADS, SIZE, DIM = 2, 2, 8, 16
 TOLERANCE = 2e-6
@@ -56,10 +59,20 @@ MARKS = {
 }
 
 
-@pytest.mark.parametrize("together", [1, 2])
-@pytest.mark.parametrize("marks", MARKS.values(), ids=MARKS)
-@pytest.mark.parametrize("unroll", [Unroll(), Unroll(2, 4), Unroll(4, 2)], ids=str)
-def test_values_and_gradients(unroll, marks, together):
+UNROLLS = {"one by one": Unroll(), "two and four": Unroll(2, 4), "four and two": Unroll(4, 2)}
+# Every two of the three choices meet once by default.
+BY_DEFAULT = {
+    ("one by one", "one segment", 2), ("one by one", "segments", 1), ("two and four", "one segment", 1),
+    ("two and four", "segments", 2), ("four and two", "segments", 1), ("four and two", "all of one, none of the other", 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("unrolled", "marked", "together"),
+    [case if case in BY_DEFAULT else if_slow(*case) for case in itertools.product(UNROLLS, MARKS, (1, 2))],
+)
+def test_values_and_gradients(unrolled, marked, together):
+    unroll, marks = UNROLLS[unrolled], MARKS[marked]
     carry, tokens, gates, start = arguments(8, 61)
     d = jax.tree.map(lambda x: jnp.sin(jnp.arange(x.size).reshape(x.shape)), loop(carry, tokens, gates, start, marks))
 

@@ -12,7 +12,7 @@ from pallas_kernels import blocks
 from pallas_kernels.delta_rule import delta_rule
 from pallas_kernels.delta_rule.state_pass import state_pass
 from pallas_kernels.delta_rule.tiles import Chunks
-from tests.marks import some_slow
+from tests.marks import if_slow, some_slow
 
 KERNELS = ("pallas_tpu", "pallas_gpu")
 
@@ -71,10 +71,18 @@ SHAPES = [
 ]
 
 
+# How heads lie side by side is in test_side_by_side.py too.
+LIKE_ANOTHER = [(1, 16, 1, 16, 8), (1, 64, 1, 32, 32), (1, 37, 4, 16, 16), (1, 40, 4, 128, 8), (1, 20, 8, 16, 16)]
+
+
+def by_default(shape, gated):
+    return shape[0] > 1 or (gated and shape not in LIKE_ANOTHER)
+
+
 @pytest.mark.parametrize(
     ("implementation", "shape", "chunk_size", "gated"),
     [
-        pytest.param(*case, gated, marks=[] if gated or case[1][0] > 1 else pytest.mark.slow)
+        (*case, gated) if by_default(case[1], gated) else if_slow(*case, gated)
         for case in SHAPES
         for gated in (False, True)
     ],
@@ -103,7 +111,7 @@ def test_bfloat16_inputs(implementation, shape, chunk_size):
     close([x.astype(jnp.float32) for x in found], exact, 2e-2)
 
 
-@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("gated", [if_slow(False), True])
 def test_bfloat16_operands_of_wide_matrix_units(gated, monkeypatch):
     args = inputs(1, 70, 2, 16, 16, gated=gated, dtype="bfloat16")
     exact = run(gated, [x.astype(jnp.float32) for x in args], implementation="reference")

@@ -12,10 +12,26 @@ from atlasjax.plan.libtpu import ACCELERATORS
 from pallas_kernels.arguments import BEGINS, CONTINUES, EMPTY, Segments
 from pallas_kernels.layout import matrix_unit
 from pallas_kernels.linear_rule import api, linear_rule
+from tests.marks import if_slow, some_slow
 from tests.pallas_kernels.test_delta_rule import close
 
 # Name → whether the removal is at k, and whether it has keys of its own.
 RULES = {"linear attention": (False, False), "delta rule": (True, False), "RWKV-7": (False, True)}
+
+
+# RWKV-7 has the parts of the others: where these differ in no other way, they run with `-m slow`.
+each_rule = pytest.mark.parametrize("rule", some_slow(RULES, {"linear attention", "delta rule"}))
+SHAPES = [
+    ((2, 37, 2, 8, 16), 16, False),  # two heads side by side
+    ((1, 37, 6, 16, 8), 32, True),  # two heads side by side, and three such groups
+    ((1, 37, 3, 8, 8), 8, False),
+    ((1, 40, 4, 8, 128), 32, False),  # heads that fill a tile
+    ((1, 16, 1, 16, 8), 16, True),
+    ((1, 64, 1, 32, 32), 32, False),
+    ((1, 100, 2, 64, 64), 64, True),
+]
+# Each rule in the first shape, and each of the next four for one rule.
+DEFAULT = {(0, rule) for rule in RULES} | {(1, "delta rule"), (2, "RWKV-7"), (3, "linear attention"), (4, "RWKV-7")}
 
 
 def inputs(batch, time, heads, key_dim, value_dim, *, same_keys=False, dtype="float32"):
@@ -48,30 +64,25 @@ def run(rule, args, **options):
     return jax.tree.leaves((out, pullback(cotangents)))
 
 
-@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(
-    ("shape", "chunk_size", "decay_first"),
+    ("shape", "chunk_size", "decay_first", "rule"),
     [
-        ((2, 37, 2, 8, 16), 16, False),  # two heads side by side
-        ((1, 37, 6, 16, 8), 32, True),  # two heads side by side, and three such groups
-        ((1, 37, 3, 8, 8), 8, False),
-        ((1, 40, 4, 8, 128), 32, False),  # heads that fill a tile
-        ((1, 16, 1, 16, 8), 16, True),
-        pytest.param((1, 64, 1, 32, 32), 32, False, marks=pytest.mark.slow),
-        pytest.param((1, 100, 2, 64, 64), 64, True, marks=pytest.mark.slow),
+        (*case, rule) if (i, rule) in DEFAULT else if_slow(*case, rule)
+        for i, case in enumerate(SHAPES)
+        for rule in RULES
     ],
 )
-def test_values_and_gradients(rule, shape, chunk_size, decay_first):
+def test_values_and_gradients(shape, chunk_size, decay_first, rule):
     args = inputs(*shape)
     expected = run(rule, args, implementation="reference", decay_first=decay_first)
     found = run(rule, args, chunk_size=chunk_size, decay_first=decay_first, interpret=True)
     close(found, expected, 2e-6)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@each_rule
 def test_wide_matrix_units(rule, monkeypatch):
     """The form of the backward kernel for matrix units of 256 rows."""
-    args = inputs(1, 37, 6, 16, 8)
+    args = inputs(1, 37, 2, 16, 8)
     narrow = run(rule, args, chunk_size=16, interpret=True)
     monkeypatch.setattr(api, "matrix_unit", lambda: 256)
     wide = run(rule, args, chunk_size=16, interpret=True)
@@ -87,13 +98,13 @@ def test_matrix_unit_of_a_chip(chip, edge):
         assert matrix_unit() == edge
 
 
-@pytest.mark.parametrize("rule", RULES)
+@each_rule
 def test_equal_keys(rule):
     args = inputs(1, 64, 1, 8, 8, same_keys=True)
     close(run(rule, args, interpret=True), run(rule, args, implementation="reference"), 2e-5)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@each_rule
 def test_bfloat16_inputs(rule):
     args = inputs(1, 40, 2, 16, 16, dtype="bfloat16")
     exact = run(rule, jax.tree.map(lambda x: x.astype(jnp.float32), args), implementation="reference")
@@ -101,7 +112,7 @@ def test_bfloat16_inputs(rule):
     close([x.astype(jnp.float32) for x in found], exact, 2e-2)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@each_rule
 def test_split_anywhere(rule):
     delta, removes = RULES[rule]
     *tokens, initial = inputs(1, 29, 2, 8, 8)
@@ -117,7 +128,7 @@ def test_split_anywhere(rule):
         close([jnp.concatenate([y1, y2], axis=1), state], [y, final], 2e-6)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@each_rule
 def test_packed_segments(rule):
     marks = jnp.array([[CONTINUES, BEGINS, CONTINUES, EMPTY], [BEGINS, BEGINS, EMPTY, EMPTY]], jnp.int32)
     q, k, v, decay, beta, removal, initial = inputs(2, 32, 2, 8, 8)
@@ -154,6 +165,7 @@ def test_packed_segments(rule):
     close(*results, 2e-6)
 
 
+@pytest.mark.slow  # `chunk_scan` maps over rows for the delta rule too, which has this test by default
 def test_vmap_and_remat():
     args = inputs(2, 16, 1, 8, 8)
     scan = functools.partial(linear_rule, chunk_size=8, interpret=True)

@@ -8,16 +8,18 @@ import numpy as np
 import pytest
 
 from pallas_kernels import side_by_side, triangular
+from tests.marks import if_slow
 
 # Heads, tokens, and two widths. The last three fill a tile.
+# By default an odd number of heads, heads in a part of a tile, and heads that fill one.
 CASES = [
-    (1, 8, 4, 8),
-    (2, 8, 16, 4),
+    if_slow(1, 8, 4, 8),
+    if_slow(2, 8, 16, 4),
     (3, 16, 16, 16),
     (4, 4, 8, 24),
-    (2, 64, 16, 64),
+    if_slow(2, 64, 16, 64),
     (4, 32, 32, 8),
-    (1, 128, 16, 128),
+    if_slow(1, 128, 16, 128),
 ]
 
 
@@ -71,8 +73,8 @@ def test_a_weighted_outer_product_is_that_of_each_head(heads, size, a, b):
     check(ours, of_head, random(heads, size, a), random(heads, size, b), random(heads, 1, size))
 
 
-@pytest.mark.parametrize(("heads", "size", "width"), [(heads, size, width) for heads, size, width, _ in CASES])
-def test_systems_and_decays_are_those_of_each_head(heads, size, width):
+@pytest.mark.parametrize(("heads", "size", "width", "_"), CASES)
+def test_systems_and_decays_are_those_of_each_head(heads, size, width, _):
     strict = lambda x: jnp.where(jnp.tri(size, k=-1) > 0, x, 0.0)
 
     def inverse(x):
@@ -102,14 +104,14 @@ def test_systems_and_decays_are_those_of_each_head(heads, size, width):
 
 
 TILES = [
-    (1, 8),
+    if_slow(1, 8),
     (3, 16),
     (4, 4),
-    (1, 128),
-    (2, 64),
+    if_slow(1, 128),
+    if_slow(2, 64),
     (4, 32),
     (8, 16),
-    (16, 8),
+    if_slow(16, 8),
 ]  # heads and tokens; the last four fill a tile
 
 

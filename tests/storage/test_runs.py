@@ -314,7 +314,7 @@ def every(n: int, but: tuple[str, ...] = ()):
 NOT_LOST = ("upload_id", "manifest.ocdbt")
 
 
-def test_a_run_through_errors_that_pass_and_slow_answers(server, tmp_path, done):
+def test_a_run_through_errors_that_pass_and_slow_answers(server, tmp_path, done, no_pauses):
     """Every answer is slow, and some are errors that pass, of which some come after what was asked was done."""
     run = in_bucket(config(tmp_path, **THREE | {"checkpoint_every": 2}), "faulty")
     faults = [

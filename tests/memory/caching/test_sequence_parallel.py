@@ -14,7 +14,7 @@ from tests.memory.test_meshes import graded, total
 
 FRESH = {name: rule for name, rule in CASES.items() if rule.start == "fresh"}
 # All memories at a time, one of each device at a time, and a soup's engine; scores from keys and by age; bounded and not.
-DEFAULT = ("grm", "ssc_ones_age", "soup_matrix", "soup_small")
+DEFAULT = ("grm", "ssc_ones_age", "soup_small")
 
 
 def mesh_of(**sizes):

@@ -12,6 +12,8 @@ from tests.memory.cases import assert_close
 from tests.memory.softmax.cases import FULL, L2, MATRIX, make_inputs
 
 FUNCTIONS = ["reference", "scan"]
+# `scan` is compared with the reference in test_streaming.py.
+each_function = pytest.mark.parametrize("function", some_slow(FUNCTIONS, ["scan"]))
 ROUNDING = 2e-6  # float32
 
 
@@ -24,7 +26,7 @@ def attention(q, k, v, **kwargs):
     return jax.nn.dot_product_attention(q, k, v, **kwargs)
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
+@each_function
 @pytest.mark.parametrize("chunk_size", some_slow([1, 5, 64], [1, 64]))
 def test_deep_transformer_is_softmax_attention(function, chunk_size):
     rule = SoftmaxRule(MATRIX, retention=FULL, chunk_size=chunk_size)
@@ -34,7 +36,7 @@ def test_deep_transformer_is_softmax_attention(function, chunk_size):
     assert_close(outputs(function, rule, params, q, k, v, gates), expected, ROUNDING)
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
+@each_function
 @pytest.mark.parametrize(
     ("chunk_size", "cache_window"),
     [pytest.param(1, 4, marks=pytest.mark.slow), (16, 4), (3, 7), pytest.param(8, 40, marks=pytest.mark.slow)],
@@ -85,7 +87,7 @@ def test_who_keeps_its_scale():
         SoftmaxRule(scale=0.0)
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
+@each_function
 def test_unnormalized_dot_is_the_delta_rule_in_kernel_space(function, x64):
     """W_t φ*(x) = W_{t−1} φ*(x) + η_t (v_t − W_{t−1} φ*(k_t)) κ(k_t, x), by the closed recurrence on coefficients (A Eq. 30–31)."""
     rule = SoftmaxRule(MATRIX, L2, retention=FULL, normalized=False, chunk_size=1)
@@ -100,7 +102,7 @@ def test_unnormalized_dot_is_the_delta_rule_in_kernel_space(function, x64):
     assert_close(outputs(function, rule, params, q, k, v, gates)[0, :, 0], expected, 1e-12)
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
+@each_function
 def test_a_coefficient_is_one_gradient_step(function, x64):
     """After one token, a_1 = −η γ σ'(h) ⊙ (W1ᵀ ∂ℓ/∂out) at the empty cache, and W1 took the outer product's step."""
     rule = SoftmaxRule(objective=L2, window=2, chunk_size=1)
@@ -113,7 +115,7 @@ def test_a_coefficient_is_one_gradient_step(function, x64):
     np.testing.assert_allclose(state.weights["W1"][0, 0], gates.retention[0, 0, 0] * W1, rtol=1e-12)
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
+@each_function
 def test_first_output_of_a_deep_memory(function, x64):
     """One token, written out: the empty cache gives 0 (not 0/0), then y_1 = q + W1 σ(a_1), for κ/Z = 1 with a single entry."""
     rule = SoftmaxRule(chunk_size=4)

@@ -12,6 +12,7 @@ import pytest
 from atlasjax.mixers.elastic import attention as A
 from atlasjax.mixers.elastic import banks, hippo, sampling
 from atlasjax.mixers.rotary import rotate
+from tests.marks import if_slow
 
 BATCH, HEADS, KEY, VALUE, THETA = 2, 2, 4, 6, 100.0
 ORDER, SIZE, SAMPLES = 7, 5, 6
@@ -71,7 +72,7 @@ def parallel(q, k, v, size=SIZE, r=R, discretization="zoh", rotated=True, **opti
 
 @pytest.mark.parametrize(
     ("time", "options"),
-    [(3, {}), (12, {}), (10, {"rotated": False}), (11, {"discretization": "backward"}), (4, {"size": 1})],
+    [if_slow(3, {}), (12, {}), (10, {"rotated": False}), (11, {"discretization": "backward"}), if_slow(4, {"size": 1})],
 )
 def test_values_and_gradients(time, options):
     x = arrays(time)
