@@ -10,6 +10,7 @@ import pytest
 
 from experiments.function_learning import learner, mappings, report, run
 from experiments.function_learning.results import Store, identity
+from tests.marks import some_slow
 
 SIZES = mappings.Sizes(dim=6, length=11, rank=2, window=4)
 
@@ -91,7 +92,7 @@ def test_a_step_is_the_gradient_of_the_relative_error():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), after, expected)
 
 
-@pytest.mark.parametrize("name", learner.OPTIMIZERS)
+@pytest.mark.parametrize("name", some_slow(learner.OPTIMIZERS, ["adam", "rmsprop"]))
 def test_learning_is_a_loop_of_optax_steps(name):
     """Two memories side by side against one at a time, token by token; Muon against optax's own, whose matrices are [in, out]."""
     structure, seeds, rates = learner.memory(1, 2), [4, 5], [0.03, 0.01]

@@ -65,7 +65,7 @@ def test_gradients_segments_and_gates_that_broadcast(x64):
     assert_close(scan(by_head), scan(whole), EXACT)
 
 
-@pytest.mark.parametrize("aggregation", some_slow(["residual", "grm", "ssc"], ["residual"]))
+@pytest.mark.parametrize("aggregation", some_slow(["residual", "grm", "ssc"], ["residual", "ssc"]))
 def test_inside_a_cached_rule(aggregation, x64):
     start = "carry" if aggregation == "grm" else "fresh"
     rule = memory.CachedRule(RULE, aggregation, segment_size=4, start=start)

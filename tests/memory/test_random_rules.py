@@ -118,6 +118,7 @@ def extreme(kind, seed, q, k, v, gates):
     return q, jnp.broadcast_to(k[:, :1], k.shape), v, gates
 
 
+@pytest.mark.slow  # test_engine.py has the extremes of the rules in its table
 @random_calls(2)
 def test_gradients_at_extremes(rule, time, cut, seed):
     compare_gradients(rule, time, cut, seed)

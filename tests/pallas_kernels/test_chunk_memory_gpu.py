@@ -65,9 +65,11 @@ def large_steps(structure, shape, gates, window):
 @pytest.mark.parametrize(
     ("structure", "objective", "shape", "gates", "window", "chunk_size"),
     [
-        if_slow(NARROW, L2, (1, 20, 1, 16), ("retention", "momentum_decay"), 5, 16),
+        (NARROW, L2, (1, 20, 1, 16), ("retention", "momentum_decay"), 5, 16),
         if_slow(MATRIX, L2, (2, 20, 1, 8), (), 1, 16),
-        (MATRIX, objectives.Lp(3.0), (1, 37, 1, 16), ("retention", "momentum_decay"), 20, 16),  # longer than a chunk
+        if_slow(
+            MATRIX, objectives.Lp(3.0), (1, 37, 1, 16), ("retention", "momentum_decay"), 20, 16
+        ),  # longer than a chunk
         if_slow(GATED, L2, (1, 37, 1, 16), ("momentum_decay",), 20, 16),
         (MATRIX, objectives.Huber(), (1, 20, 1, 8), ("retention", "threshold"), 1, 16),
         # Blocks of 32 tokens, without and with those of a window.

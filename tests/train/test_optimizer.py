@@ -13,6 +13,7 @@ from atlasjax.nn import ModelConfig, logical_axes
 from atlasjax.train import OptimizerConfig
 from atlasjax.train import state as state_lib
 from atlasjax.train.optimizer import check_optimizer, decay_mask, learning_rate, make_optimizer, muon_axes, updated
+from tests.marks import if_slow
 from tests.train.tiny import MODEL
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
@@ -149,7 +150,7 @@ def test_muon_orthogonalizes_the_matrix_of_each_layer():
     [
         ("optax:lion", {}),
         ("optax:adafactor", {"min_dim_size_to_factor": 8}),
-        ("optax:novograd", {}),
+        if_slow("optax:novograd", {}),
         ("optax.contrib:muon", {"weight_decay": 0.1}),
     ],
 )
