@@ -76,9 +76,8 @@ def attention_of_layer(
     kv_heads = others[0].k.shape[-2]
     _, batch, size, width = keys.shape
     least = max(1, min(size // _SMALLEST_PIECE, size * width * keys.dtype.itemsize // _PIECE_BYTES))
-    count = next(
-        (n for n in range(least, 2 * least + 1) if size % n == 0), least
-    )  # without a remainder, if that can be
+    even = (n for n in range(least, 2 * least + 1) if size % n == 0)
+    count = next(even, least)  # a number of pieces that leaves no remainder, if there is one
     piece, end, rows = size // count, size - size % count, jnp.arange(batch)
     starts = jnp.arange(count) * piece
 
