@@ -224,9 +224,10 @@ def extend(
         position = cache.position.at[place].set(count + time)
         return type(cache)(_write(cache.keys, layer, at, k, **how), _write(cache.values, layer, at, v, **how), position)
 
-    newest = lambda last: (
-        last - (last - slots) % size
-    )  # position in each slot after token `last`, negative if there is none
+    def newest(last: jax.Array) -> jax.Array:
+        """The position in each slot after token `last`, negative if there is none."""
+        return last - (last - slots) % size
+
     how: dict[str, Any] = {}
     if isinstance(cache, KVCache):
         at, held, how = position, slots, {"mode": "drop", "unique_indices": True, "indices_are_sorted": True}
