@@ -21,9 +21,10 @@ class Persistent(NamedTuple):
     keys: Float[Array, "persistent kv_heads key_dim"]
     values: Float[Array, "persistent kv_heads value_dim"]
 
-    def source(self, q: Float[Array, "batch time heads key_dim"], *dtypes: jnp.dtype) -> Source:
-        """As what the queries, which are not rotated, read. dtypes: of keys and values."""
-        key_dtype, value_dtype = dtypes
+    def source(
+        self, q: Float[Array, "batch time heads key_dim"], key_dtype: jnp.dtype, value_dtype: jnp.dtype
+    ) -> Source:
+        """As what the queries, which are not rotated, read."""
         return Source(q, self.keys.astype(key_dtype), self.values.astype(value_dtype))
 
 

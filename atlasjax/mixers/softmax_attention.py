@@ -100,8 +100,8 @@ def attention_of_layer(
             return _few_sums(part[None], cut(values, row, start, length))[0]
 
         add = lambda y, start: (y + some(start, piece), None)
-        rest = jax.eval_shape(lambda: some(0, piece))
-        rest = jnp.zeros(rest.shape, rest.dtype) if end == size else some(end, size - end)
+        none = jnp.zeros((*q.shape[1:3], values.shape[-1] // kv_heads), jnp.float32)
+        rest = none if end == size else some(end, size - end)
         return jax.lax.scan(add, rest, starts)[0]
 
     logits = jax.lax.map(logits_of, rows)

@@ -22,7 +22,7 @@ from atlasjax.nn import (
     logical_axes,
 )
 from atlasjax.nn.attention import AttentionMixer
-from tests.marks import some_slow
+from tests.marks import if_slow, some_slow
 
 # One rule for each way through the engines: matrix, LayerNorm inside, momentum, window with features, Muon.
 MEMORIES = {
@@ -339,9 +339,7 @@ COPIED = {
 
 
 @pytest.mark.parametrize("name", some_slow(COPIED, {"mag"}))
-@pytest.mark.parametrize(
-    ("batch", "dtype"), [(1, "float32"), pytest.param(2, "float32", marks=pytest.mark.slow), (2, "bfloat16")]
-)
+@pytest.mark.parametrize(("batch", "dtype"), [(1, "float32"), if_slow(2, "float32"), (2, "bfloat16")])
 def test_a_decoded_token_does_not_copy_the_states_of_all_layers(name, batch, dtype):
     """Of mixers that read their state twice in a step, and of caches. XLA writes into the donated cache."""
     config = ModelConfig(dim=32, num_layers=3, num_heads=2, ffn="none", dtype=dtype, **COPIED[name])
