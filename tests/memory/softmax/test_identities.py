@@ -102,6 +102,26 @@ def test_unnormalized_dot_is_the_delta_rule_in_kernel_space(function, x64):
     assert_close(outputs(function, rule, params, q, k, v, gates)[0, :, 0], expected, 1e-12)
 
 
+def test_unnormalized_dot_is_the_omega_rule_in_kernel_space(x64):
+    """A Eq. 28 and 29 by descent: W_t φ*(x) = W_{t−1} φ*(x) + η_t Σ_{j<c} γ_j (v_i − W_{t−1} φ*(k_i)) κ(k_i, x), i = t − j."""
+    rule = SoftmaxRule(MATRIX, L2, retention=FULL, normalized=False, window=3, chunk_size=1)
+    params, q, k, v, gates = make_inputs(rule, batch=1, heads=1, value_dim=3, dtype=jnp.float64)
+    keys, queries, values, eta, gamma = (
+        np.asarray(x)[0, :, 0] for x in (k, q, v, gates.step_size, gates.window_weights)
+    )
+    kernel = lambda x, y: np.exp(x @ y.T / 2.0)  # √key_dim = 2
+    a = np.zeros_like(values)
+    expected = np.zeros_like(values)
+    for t in range(len(keys)):
+        window = range(max(0, t - 2), t + 1)
+        a += sum(
+            eta[t] * gamma[t, t - i] * np.outer(np.arange(len(a)) == i, values[i] - kernel(keys[i], keys) @ a)
+            for i in window
+        )
+        expected[t] = kernel(queries[t], keys) @ a
+    assert_close(outputs("scan", rule, params, q, k, v, gates)[0, :, 0], expected, 1e-12)
+
+
 @each_function
 def test_a_coefficient_is_one_gradient_step(function, x64):
     """After one token, a_1 = −η γ σ'(h) ⊙ (W1ᵀ ∂ℓ/∂out) at the empty cache, and W1 took the outer product's step."""

@@ -47,6 +47,18 @@ def test_kernel_is_an_integral():
                 assert k[n, j] == pytest.approx((high - low) / 2 * weights @ g(n, u), abs=1e-14)
 
 
+def test_a_block_is_its_tokens_one_after_another():
+    """E Eq. 4, 22 and 25 token by token are Eq. 6: P_i is the product of the Ā_k (Eq. 5), K_i has the columns of Eq. 27."""
+    order, start, stop = 6, 3, 8
+    a, b = matrices(order)
+    p, k = np.eye(order), np.zeros((order, 0))
+    for token in range(start, stop):
+        step = expm(-a * np.log((token + 1) / token))
+        p, k = step @ p, np.column_stack([step @ k, np.linalg.solve(a, (np.eye(order) - step) @ b)])
+    np.testing.assert_allclose(hippo.transition(order, start, stop), p, atol=1e-12)
+    np.testing.assert_allclose(hippo.kernel(order, start, stop), k, atol=1e-12)
+
+
 def test_large_order_is_exact():
     """Orthonormal at ratio → 1, composes, and its first column is an integral with a closed form; N = 1,080."""
     nodes, weights = hippo._quadrature(1080)
