@@ -98,6 +98,23 @@ def test_the_architecture_names_every_module(folder):
     assert sorted(named) == sorted(module for module in modules if "__" not in module)
 
 
+def test_files_and_names_that_contributing_has_exist():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    paths = re.findall(r"`((?:atlasjax|tests|docs|experiments|pallas_kernels|\.github)/[\w./]*)`", text)
+    assert len(paths) > 15
+    assert [path for path in paths if "NAME" not in path and not (ROOT / path).exists()] == []
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name in re.findall(r"`(test_\w+)`", text) if f"def {name}(" not in tests] == []
+    # The rows of the table of a mixer's files: file and the name in it.
+    for path, name in {
+        "atlasjax/nn/config.py": "_PARTS", "atlasjax/nn/mixers.py": "MIXERS", "atlasjax/distributed/sharding.py": "cache_shardings",
+        "atlasjax/presets.py": "BASELINES", "tests/test_models.py": "DECODED", "tests/memory/test_engine.py": "RELATIVES",
+        "tests/memory/test_closed_forms.py": "ROWS",
+    }.items():  # fmt: skip
+        assert name in text
+        assert re.search(rf"^(def )?{name}\b", (ROOT / path).read_text(), re.MULTILINE), f"{path} has no {name}"
+
+
 # Commands.
 
 _SHELL = re.compile(r"```sh\n(.*?)```", re.DOTALL)

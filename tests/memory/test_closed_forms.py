@@ -229,6 +229,24 @@ def test_removal_with_one_key_and_one_rate_is_the_one_key_row(x64):
     )
 
 
+@pytest.mark.parametrize("first", [True, False], ids=["decay_first", "decay_beside"])
+def test_steps_beyond_the_target_need_a_bound_of_two(first, x64):
+    """η‖k‖² = 1.7 of a delta rule with a decay per channel: as published with step=2, another rule with the default bound."""
+    decay = retention.Channel(decay_first=first)
+    rule = MemoryRule(
+        MATRIX, objectives.L2(), optimizer=GD, retention=decay, chunk_size=1, bound=memory.Bound(step=2.0)
+    )
+    args, tokens, W = inputs(rule, step_size=1.7)
+    expected = []
+    for x in tokens:
+        decayed = W * x.retention
+        W = decayed + x.step_size * np.outer(x.v - (decayed if first else W) @ x.k, x.k)
+        expected.append(W @ x.q)
+    assert_close(memory.scan(rule, *args)[0][0, :, 0], np.stack(expected), 1e-11)
+    cut = memory.scan(dataclasses.replace(rule, bound=memory.Bound()), *args)[0][0, :, 0]
+    assert np.abs(cut - np.stack(expected)).max() > 0.1 * np.abs(expected).max()
+
+
 def test_longhorn_never_overshoots(x64):
     """β → ∞ writes the pair exactly, where a gradient step of that size would diverge."""
     rule = rules.longhorn()
