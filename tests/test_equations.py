@@ -90,5 +90,11 @@ def test_the_words_of_the_papers_are_there(pages):
     assert [word for word in words if not re.search(rf"\b{word}\b", text, case(word))] == []
 
 
+def test_what_the_introduction_names_exists():
+    references = re.findall(r"`([\w/]+\.py):([\w.]+)`", PAGE.partition(COLUMNS)[0])
+    assert len(references) == 3
+    assert [name for path, name in references if name not in definitions(path)] == []
+
+
 def test_from_the_readme_it_is_one_hop():
     assert "](docs/equations.md)" in (ROOT / "README.md").read_text()
