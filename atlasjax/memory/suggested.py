@@ -1,6 +1,7 @@
 """Initial gate values, chosen so that a rule learns well and at a rate that its chunk tolerates.
 
-`Bound` keeps a memory from diverging whatever the gates. At these values it rarely has an effect.
+`Bound` keeps a memory from diverging whatever the gates. At these values it rarely has an effect: of random keys of unit length the
+median step keeps more than 0.9 of its size, for every chunk size and θ (`tests/memory/test_suggested.py`).
 
 Retention: 1/(1 − α) is the time scale of the memory in tokens. Heads start at time scales spaced evenly in logarithm: 32 … 512
 tokens (α around 0.99) if a write does not depend on what is already written, as for a matrix memory, or for Muon, whose steps have
@@ -8,33 +9,40 @@ a fixed size. A deep memory under gradient descent decays towards W = 0, where i
 so its heads start at 512 … 8192 tokens.
 
 Step size (SEMANTICS 1.9). All gradients of a chunk are taken at its start, so a chunk acts as ONE step of gradient descent on the
-sum of its losses. Under ℓ2 that step contracts while
+sum of its losses. Under ℓ2 such steps contract while
 
-    η · (number of times a gradient counts within a chunk) · λ < 2.
+    η · b · Γ/(1 − θ) · λ < 2.
 
 - λ is the curvature of one token's loss, the largest squared singular value of ∂M(φ(k))/∂M: ‖φ(k)‖² for a matrix memory.
   Keys have unit length, so ‖φ(k)‖² ≤ Σ_i c_i² (features: φ(k)·φ(k) = Σ_i c_i² ‖k‖^{2i}). For a deep memory at its fan-in start,
   measurements give up to about 2 ‖φ‖². A LayerNorm inside divides by the variance of its input, which is about 1/value_dim at
   depth 1 and a quarter of that for each further layer (GELU halves a small input). The variance fluctuates, so λ is doubled.
   `tests/nn/test_gates.py` measures all of them.
-- A gradient taken r tokens before the chunk's end counts (1 − θ^r)/(1 − θ) times, because momentum carries it on, and a token's
-  loss is in the window of c tokens. In the worst case, where all keys of a chunk are equal, the count is
-  Σ_{r=1}^{b} (1 − θ^r)/(1 − θ) · Σ_j γ_j. Without momentum and window it is b.
+- b tokens of a chunk may have equal keys, and each takes Γ = Σ_j γ_j gradients. A window that begins in the chunk before takes that
+  chunk's gradients again at the new memory, so they are not counted twice.
+- Momentum adds a gradient 1/(1 − θ) times, also after its chunk has ended. If the same keys follow at once, the next gradients see
+  what it has added, and the limit is higher: for b = 1 ηλ < 2 (1 + θ) instead of 2 (1 − θ) (heavy ball, Polyak 1964). The limit
+  above is that of keys which come back after momentum has faded, where each return multiplies the error by 1 − η b Γ λ/(1 − θ). It
+  is the lowest of all keys that return every n-th chunk, n ≥ 1 (`tests/memory/test_suggested.py`).
 
-Heads start at half of exact = 1 / (count · λ), the step size at which one chunk of equal keys would land exactly on its target.
-This is a quarter of the stability limit, and leaves room for the weights of a deep memory to grow. Real keys differ, so a chunk's
-largest eigenvalue is far below the worst case, and the gate may go up to max_step = exact · min(4, √count). With b = c = 1 and no
-momentum this is DeltaNet's β = sigmoid, starting at 1/2. MAC, MAG and MAL write tokens averaged by attention (here or in earlier
-layers), so the keys of a chunk are similar and the worst case is close. There (`similar_keys`) the gate goes only up to exact, and
-it shrinks as momentum grows, by (1 − θ)/(1 − θ at the start), so that η/(1 − θ), the total step of one gradient, keeps its bound.
-(Without these two measures, a head of titans-mac-tiny reached weights of 1e19 after 30 training steps, and one of titans-mal-tiny
-outputs of 1e30, when its θ rose from 0.92 to 0.99 and the largest eigenvalue of a chunk's 64 keys from 28 to 58. The norms after
-the memory hide this from the loss until gradients overflow.)
+`exact` = 1/(b Γ/(1 − θ) · λ) is the step size at which such a chunk, and the momentum after it, would land exactly on its target.
+Heads start at half of it, a quarter of the limit, which leaves room for the weights of a deep memory to grow. `Bound` counts a
+gradient of momentum H times, because θ may rise to 1 − 1/H, so a token may step by 1/(H Γ λ). With momentum, heads start at no more
+than a quarter of this, because the tokens of a window are similar, and the bound takes that off. It is the lower of the two for
+b < 2 H (1 − θ): up to b = 12 for θ = 0.8 and b = 6 for θ = 0.9.
+
+Real keys differ, so a chunk's largest eigenvalue is far below the worst case, and the gate may go up to
+max_step = exact · min(4, √(b Γ)). With b = c = 1 and no momentum this is DeltaNet's β = sigmoid, starting at 1/2. MAC, MAG and MAL
+write tokens averaged by attention (here or in earlier layers), so the keys of a chunk are similar and the worst case is close.
+There (`similar_keys`) the gate goes only up to exact, and it shrinks as momentum grows, by (1 − θ)/(1 − θ at the start), so that
+η/(1 − θ), the total step of one gradient, keeps its bound. (Without these two measures, a head of titans-mac-tiny reached weights
+of 1e19 after 30 training steps, and one of titans-mal-tiny outputs of 1e30, when its θ rose from 0.92 to 0.99 and the largest
+eigenvalue of a chunk's 64 keys from 28 to 58. The norms after the memory hide this from the loss until gradients overflow.)
 
 The dot-product loss has no curvature. A matrix memory cannot diverge (A Table 1's linear attention has η = 1), so max_step = 1,
 starting at 1/2. In a deep memory the loss has no minimum either: the weights grow by a factor of up to 1 + η ‖φ‖ ‖v‖ per token
-(σ' ≤ 1.13), against retention's α. So η starts at half of (1 − α) / (1.13 ‖φ‖) for each head, where retention initially outweighs
-values of unit length, and may go up to 16 times the largest of these.
+(σ' ≤ 1.13), against retention's α. Each gradient counts Γ/(1 − θ) times. So η starts at half of (1 − α)(1 − θ) / (1.13 ‖φ‖ Γ) for
+each head, where retention initially outweighs values of unit length, and may go up to 16 times the largest of these.
 
 Muon: NS makes every singular value about 1 (at most 1.13) whatever the gradient, so there is no curvature bound. But each write
 moves the weights by η, and a memory with retention α that is always pushed in one direction settles at spectral norm

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from atlasjax.memory import limits
 from atlasjax.memory.fast_weights.rule import MemoryRule
 
 _GELU_SLOPE = 1.13
@@ -12,10 +13,9 @@ def curvature(rule: MemoryRule, key_dim: int, value_dim: int) -> float:
     return rule.structure.curvature(value_dim) * rule.features.square_norm(key_dim) * rule.retention.slope(value_dim)
 
 
-def gradient_count(rule: MemoryRule, momentum_decay: np.ndarray, window_weights: np.ndarray) -> np.ndarray:
-    """The number of times gradients count by the end of a chunk, summed over its tokens: [heads] and [heads, c] → [heads]."""
-    carried = np.cumsum(momentum_decay[:, None] ** np.arange(rule.chunk_size), axis=1)  # (1 − θ^r)/(1 − θ), r = 1 … b
-    return carried.sum(axis=1) * window_weights.sum(axis=1)
+def write_count(rule: MemoryRule, momentum_decay: np.ndarray, window_weights: np.ndarray) -> np.ndarray:
+    """How often one token's gradient is added to the memory, momentum included to its end: [heads] and [heads, c] → [heads]."""
+    return window_weights.sum(axis=1) / (1.0 - momentum_decay if rule.optimizer.has_momentum else 1.0)
 
 
 def has_steps_of_one_size(rule: MemoryRule) -> bool:
@@ -39,10 +39,18 @@ def suggested_steps(
         return np.full(num_heads, 1.0), 4.0
     if rule.objective.gradient_is_value and matrix:
         return np.full(num_heads, 0.5), 1.0
+    writes = write_count(rule, momentum_decay, window_weights)
     if rule.objective.gradient_is_value:
-        step = 0.5 * forgetting / (_GELU_SLOPE * rule.features.square_norm(key_dim) ** 0.5)
+        step = 0.5 * forgetting / (_GELU_SLOPE * rule.features.square_norm(key_dim) ** 0.5 * writes)
         return step, 16 * step.max()
-    count = gradient_count(rule, momentum_decay if rule.optimizer.has_momentum else np.zeros(num_heads), window_weights)
-    exact = 1.0 / (count * curvature(rule, key_dim, value_dim))
-    top = float(np.max(exact * (1.0 if similar_keys else np.clip(np.sqrt(count), 1.0, 4.0))))
-    return 0.5 * exact, top
+    largest = curvature(rule, key_dim, value_dim)
+    exact = 1.0 / (rule.chunk_size * writes * largest)
+    gamma = window_weights.sum(axis=1)
+    at_once = np.sqrt(rule.chunk_size * gamma)
+    top = float(np.max(exact * (1.0 if similar_keys else np.clip(at_once, 1.0, 4.0))))
+    step = 0.5 * exact
+    if rule.optimizer.has_momentum:
+        # Also without a bound, so that a rule and its `unbounded()` start from the same gates.
+        horizon = limits.HORIZON if rule.bound is None else rule.bound.horizon
+        step = np.minimum(step, 0.25 / (horizon * gamma * largest))
+    return step, top
