@@ -2,6 +2,9 @@
 
 Each function takes settings (`chunk_size`, `window`, …) and returns a `MemoryRule` or a `SoftmaxRule`. `register` makes it
 available by name to language models, presets, tables and experiments. A rule of your own can be registered in the same way.
+
+The docstrings give the recurrences of the papers. By default a rule also has bounds, which keep its memory from diverging
+(`memory.Bound`, docs/semantics.md 1.12): they make steps smaller and limit weights. `rule.unbounded()` has none.
 """
 
 from collections.abc import Callable
@@ -87,7 +90,10 @@ def polysketch(chunk_size: int = 64, features: features_lib.Features = features_
 
 @register("M_t = M_{t−1} − η ∇")
 def ttt_linear(chunk_size: int = 16) -> MemoryRule:
-    """TTT-Linear (Sun et al. 2024): M(x) = x + LN(W x), ℓ2, gradient descent on mini-batches of `chunk_size`."""
+    """TTT-Linear (Sun et al. 2024): M(x) = x + LN(W x), ℓ2, gradient descent on mini-batches of `chunk_size`.
+
+    With bounds by default; `rules.ttt_linear().unbounded()` is the recurrence as published.
+    """
     return MemoryRule(
         structures.MLP(depth=1, norm=True), objectives.L2(), optimizer=optimizers.GradientDescent(),
         retention=retention.Full(), chunk_size=chunk_size,
@@ -96,7 +102,10 @@ def ttt_linear(chunk_size: int = 16) -> MemoryRule:
 
 @register("M_t = M_{t−1} − η ∇")
 def ttt_mlp(chunk_size: int = 16, expansion: int = 4) -> MemoryRule:
-    """TTT-MLP (Sun et al. 2024): M(x) = x + LN(W1 σ(W2 x)), ℓ2, gradient descent on mini-batches of `chunk_size`."""
+    """TTT-MLP (Sun et al. 2024): M(x) = x + LN(W1 σ(W2 x)), ℓ2, gradient descent on mini-batches of `chunk_size`.
+
+    With bounds by default; `rules.ttt_mlp().unbounded()` is the recurrence as published.
+    """
     return MemoryRule(
         structures.MLP(depth=2, expansion=expansion, norm=True), objectives.L2(),
         optimizer=optimizers.GradientDescent(), retention=retention.Full(), chunk_size=chunk_size,
@@ -105,7 +114,10 @@ def ttt_mlp(chunk_size: int = 16, expansion: int = 4) -> MemoryRule:
 
 @register("W_t = W_{t−1}(I − η k kᵀ) + η v kᵀ")
 def delta_rule(chunk_size: int = 1) -> MemoryRule:
-    """W_t = W_{t−1}(I − η_t k kᵀ) + η_t v kᵀ (DeltaNet; η is its β). Exact with the default chunk of one token."""
+    """W_t = W_{t−1}(I − η_t k kᵀ) + η_t v kᵀ (DeltaNet; η is its β). Exact with the default chunk of one token.
+
+    With bounds by default; `rules.delta_rule().unbounded()` is the recurrence as published.
+    """
     return MemoryRule(
         structures.Matrix(), objectives.L2(), optimizer=optimizers.GradientDescent(), retention=retention.Full(),
         chunk_size=chunk_size, bound=_REFLECTING,
@@ -131,7 +143,10 @@ def longhorn_channel() -> MemoryRule:
 
 @register("W_t = α W_{t−1}(I − η k kᵀ) + η v kᵀ")
 def gated_delta_rule() -> MemoryRule:
-    """W_t = α_t W_{t−1}(I − η_t k kᵀ) + η_t v kᵀ (Gated DeltaNet, Yang et al. 2024): decay first, then the delta rule."""
+    """W_t = α_t W_{t−1}(I − η_t k kᵀ) + η_t v kᵀ (Gated DeltaNet, Yang et al. 2024): decay first, then the delta rule.
+
+    With bounds by default; `rules.gated_delta_rule().unbounded()` is the recurrence as published.
+    """
     return MemoryRule(
         structures.Matrix(), objectives.L2(), optimizer=optimizers.GradientDescent(),
         retention=retention.Scalar(decay_first=True), chunk_size=1, bound=_REFLECTING,
@@ -143,6 +158,8 @@ def rwkv7() -> MemoryRule:
     """W_t = W_{t−1}(Diag(α_t) − κ̂_t (a_t ⊙ κ̂_t)ᵀ) + v kᵀ (RWKV-7 as published, Peng et al. 2025).
 
     Gates: α per channel (`retention`), the removal key κ̂ (`removal_key`) and its rates a (`removal`); k is the replacement key.
+
+    With bounds by default; `rules.rwkv7().unbounded()` is the recurrence as published.
     """
     return MemoryRule(
         structures.Matrix(), objectives.RemoveAndReplace(), optimizer=optimizers.GradientDescent(),
@@ -152,7 +169,10 @@ def rwkv7() -> MemoryRule:
 
 @register("W_t = W_{t−1}(Diag(α) − η k kᵀ) + η v kᵀ")
 def rwkv7_one_key() -> MemoryRule:
-    """W_t = W_{t−1}(Diag(α_t) − η_t k kᵀ) + η_t v kᵀ: RWKV-7 with one key, as in A Table 1."""
+    """W_t = W_{t−1}(Diag(α_t) − η_t k kᵀ) + η_t v kᵀ: RWKV-7 with one key, as in A Table 1.
+
+    With bounds by default; `rules.rwkv7_one_key().unbounded()` is the recurrence as published.
+    """
     return MemoryRule(
         structures.Matrix(), objectives.L2(), optimizer=optimizers.GradientDescent(), retention=retention.Channel(),
         chunk_size=1,
@@ -164,7 +184,10 @@ def titans(
     chunk_size: int = 64, structure: structures.Structure = structures.MLP(),
     features: features_lib.Features = features_lib.Identity(),
 ) -> MemoryRule:  # fmt: skip
-    """Titans (Behrouz et al. 2024): deep memory, ℓ2, momentum and weight decay, online (A Table 1)."""
+    """Titans (Behrouz et al. 2024): deep memory, ℓ2, momentum and weight decay, online (A Table 1).
+
+    With bounds by default; `rules.titans().unbounded()` is the recurrence as published.
+    """
     return MemoryRule(structure, objectives.L2(), features, optimizers.Momentum(), chunk_size=chunk_size)
 
 
@@ -173,7 +196,10 @@ def titans_no_momentum(
     chunk_size: int = 64, structure: structures.Structure = structures.MLP(),
     features: features_lib.Features = features_lib.Identity(),
 ) -> MemoryRule:  # fmt: skip
-    """Titans without momentum: gradient descent with weight decay."""
+    """Titans without momentum: gradient descent with weight decay.
+
+    With bounds by default; `rules.titans_no_momentum().unbounded()` is the recurrence as published.
+    """
     return MemoryRule(structure, objectives.L2(), features, optimizers.GradientDescent(), chunk_size=chunk_size)
 
 
@@ -185,6 +211,8 @@ def moneta(
 
     A_t = α_t A_{t−1} − η_t ∇ℓ_p(M_{t'}; k, v),  M_t = sign(A_t) |A_t|^{q−1} / ‖A_t‖_q^{q−2}. The published formula omits the
     power; see `retention.Lq`.
+
+    With bounds by default; `rules.moneta().unbounded()` is the recurrence as published.
     """
     return MemoryRule(
         structure, objectives.Lp(p), optimizer=optimizers.GradientDescent(), chunk_size=chunk_size,
@@ -197,13 +225,19 @@ def yaad(
     chunk_size: int = 64, structure: structures.Structure = structures.MLP(),
     features: features_lib.Features = features_lib.Identity(),
 ) -> MemoryRule:  # fmt: skip
-    """Yaad (Behrouz et al. 2025): the Huber loss with a threshold per token, gradient descent with weight decay."""
+    """Yaad (Behrouz et al. 2025): the Huber loss with a threshold per token, gradient descent with weight decay.
+
+    With bounds by default; `rules.yaad().unbounded()` is the recurrence as published.
+    """
     return MemoryRule(structure, objectives.Huber(), features, optimizers.GradientDescent(), chunk_size=chunk_size)
 
 
 @register("M_t = softmax(α log M_{t−1} − η ∇)")
 def memora(chunk_size: int = 64, structure: structures.Structure = structures.MLP()) -> MemoryRule:
-    """Memora (Behrouz et al. 2025): ℓ2 with the KL retention, M_t = softmax over rows of (α_t log M_{t−1} − η_t ∇ℓ)."""
+    """Memora (Behrouz et al. 2025): ℓ2 with the KL retention, M_t = softmax over rows of (α_t log M_{t−1} − η_t ∇ℓ).
+
+    With bounds by default; `rules.memora().unbounded()` is the recurrence as published.
+    """
     return MemoryRule(
         structure, objectives.L2(), optimizer=optimizers.GradientDescent(), retention=retention.KL(),
         chunk_size=chunk_size,
@@ -218,6 +252,8 @@ def dla(
     """Deep linear attention: a deep memory under the dot-product loss (A §4; A Table 1's DLA).
 
     A Eq. 19 and Table 1 read φ(k), App. D.1 reads k. The default is k; `features` is φ.
+
+    With bounds by default; `rules.dla().unbounded()` is the recurrence as published.
     """
     return MemoryRule(structure, objectives.DotProduct(), features, optimizers.GradientDescent(), chunk_size=chunk_size)
 
@@ -243,7 +279,10 @@ def omeganet(
     structure: structures.Structure = structures.MLP(),
     features: features_lib.Features = features_lib.Polynomial(2),
 ) -> MemoryRule:
-    """OmegaNet (A §3.2–3.3): ℓ2 over a window (the Omega rule) on polynomial features, gradient descent with weight decay."""
+    """OmegaNet (A §3.2–3.3): ℓ2 over a window (the Omega rule) on polynomial features, gradient descent with weight decay.
+
+    With bounds by default; `rules.omeganet().unbounded()` is the recurrence as published.
+    """
     return MemoryRule(
         structure, objectives.L2(), features, optimizers.GradientDescent(), window=window, chunk_size=chunk_size
     )
@@ -259,7 +298,10 @@ def atlas(
     newton_schulz_every: int = 1,
     schedule: str = "standard",
 ) -> MemoryRule:
-    """Atlas (A §5, Eq. 32 and 57): the Omega rule on polynomial features with the Muon inner optimizer."""
+    """Atlas (A §5, Eq. 32 and 57): the Omega rule on polynomial features with the Muon inner optimizer.
+
+    With bounds by default; `rules.atlas().unbounded()` is the recurrence as published.
+    """
     muon = optimizers.Muon(newton_schulz_steps, schedule, newton_schulz_every)
     return MemoryRule(structure, objectives.L2(), features, muon, window=window, chunk_size=chunk_size)
 
@@ -273,7 +315,10 @@ def atlas_plus_plus(
     newton_schulz_every: int = 1,
     schedule: str = "standard",
 ) -> MemoryRule:
-    """Atlas++: Atlas with the gated memory of A Eq. 43."""
+    """Atlas++: Atlas with the gated memory of A Eq. 43.
+
+    With bounds by default; `rules.atlas_plus_plus().unbounded()` is the recurrence as published.
+    """
     return atlas(
         chunk_size, window, structures.GatedMLP(), features, newton_schulz_steps, newton_schulz_every, schedule
     )
@@ -310,7 +355,10 @@ def dot(
     cache_window: int | None = None,
     normalized: bool = True,
 ) -> SoftmaxRule:
-    """DOT, the deep Omega transformer (A §4.3, Eq. 27–31): ℓ2 and the Omega rule on the infinite features."""
+    """DOT, the deep Omega transformer (A §4.3, Eq. 27–31): ℓ2 and the Omega rule on the infinite features.
+
+    With bounds by default; `rules.dot().unbounded()` is the recurrence as published.
+    """
     return SoftmaxRule(
         structure,
         objectives.L2(),

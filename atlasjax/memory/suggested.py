@@ -1,7 +1,7 @@
 """Initial gate values, chosen so that a rule learns well and at a rate that its chunk tolerates.
 
-`Bound` keeps a memory from diverging whatever the gates. At these values it rarely has an effect: of random keys of unit length the
-median step keeps more than 0.9 of its size, for every chunk size and θ (`tests/memory/test_suggested.py`).
+`Bound` keeps a memory from diverging whatever the gates. At these values it rarely has an effect: for random keys of unit length
+the median step keeps more than 0.9 of its size, for every chunk size and θ (`tests/memory/test_suggested.py`).
 
 Retention: 1/(1 − α) is the time scale of the memory in tokens. Heads start at time scales spaced evenly in logarithm: 32 … 512
 tokens (α around 0.99) if a write does not depend on what is already written, as for a matrix memory, or for Muon, whose steps have

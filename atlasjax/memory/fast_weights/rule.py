@@ -41,6 +41,9 @@ class MemoryRule(Rule[MemoryParams, MemoryState]):
         M_t = α_t M_{t−1} + S_t                                       Muon: S_t = θ_t S_{t−1} − g_t, M_t = α_t M_{t−1} + η_t NS(S_t)
         y_t = M_t(φ(q_t))
 
+    This is the papers' recurrence, and that of `rule.unbounded()`. By default `bound` makes η_t and θ_t smaller where a step would
+    pass its target (SEMANTICS 1.12), so that the memory cannot diverge.
+
     Attributes:
       structure: the memory M: `Matrix`, `MLP` or `GatedMLP`. This and the next four may also be user-defined (docs/own_rule.md).
       objective: the inner loss ℓ: `L2`, `DotProduct`, `Lp`, `Huber` or `RemoveAndReplace`.

@@ -39,6 +39,7 @@ class SoftmaxRule(Rule[SoftmaxParams, SoftmaxState]):
         a_i ← α_t a_i + s_i                                       W1 is updated like any weight matrix
 
     With α = η = γ = 1, a matrix memory and the dot-product loss, the normalized memory is softmax attention.
+    By default `step_bound` makes the steps of losses with a target smaller; `rule.unbounded()` is the papers' recurrence.
 
     `memory.scan` writes out its backward pass, so it has no forward-mode derivatives (jvp, jacfwd).
 
