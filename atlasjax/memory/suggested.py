@@ -28,8 +28,8 @@ sum of its losses. Under ℓ2 such steps contract while
 `exact` = 1/(b Γ/(1 − θ) · λ) is the step size at which such a chunk, and the momentum after it, would land exactly on its target.
 Heads start at half of it, a quarter of the limit, which leaves room for the weights of a deep memory to grow. `Bound` counts a
 gradient of momentum H times, because θ may rise to 1 − 1/H, so a token may step by 1/(H Γ λ). With momentum, heads start at no more
-than a quarter of this, because the tokens of a window are similar, and the bound takes that off. It is the lower of the two for
-b < 2 H (1 − θ): up to b = 12 for θ = 0.8 and b = 6 for θ = 0.9.
+than half of this, with a window a quarter: windows of neighbouring tokens overlap, and the bound takes off what is written already.
+It is the lower of the two for b < H (1 − θ), up to b = 6 for θ = 0.8 and b = 3 for θ = 0.9 (with a window 12 and 6).
 
 Real keys differ, so a chunk's largest eigenvalue is far below the worst case, and the gate may go up to
 max_step = exact · min(4, √(b Γ)). With b = c = 1 and no momentum this is DeltaNet's β = sigmoid, starting at 1/2. MAC, MAG and MAL

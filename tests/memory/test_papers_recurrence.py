@@ -94,3 +94,25 @@ def test_how_far_small_steps_of_titans_are_from_the_papers(chunk, x64):
     fixed = [jnp.full_like(gates.retention, x) for x in (1.0, 0.99, 0.9)]
     found = [float(apart(x)) for x in (fixed[0], gates.retention, *fixed[1:])]
     np.testing.assert_allclose(found, APART[chunk], rtol=0.01, atol=0.001)
+
+
+def test_without_the_decay_in_x_a_chunk_could_enlarge_a_memory():
+    """Chunks of five full steps with targets of zero, on rows of length 1 of a matrix memory, in 20,000 random draws."""
+    rng = np.random.default_rng(0)
+    draws, tokens = 20_000, 5
+    keys = rng.standard_normal((tokens, draws, 2))
+    keys /= np.linalg.norm(keys, axis=-1, keepdims=True)
+    retention = rng.choice([0.0, 0.5, 1.0], (tokens, draws, 1))
+    start = np.broadcast_to([1.0, 0.0], (draws, 2))
+    inner = lambda a, b: np.sum(a * b, axis=-1, keepdims=True)
+
+    def lengths(counts_decay):
+        w, decayed = start, np.ones((draws, 1))
+        for key, alpha in zip(keys, retention, strict=True):
+            error = inner(start, key)
+            moved = inner(error * key, w - (start if counts_decay else decayed * start))
+            w, decayed = alpha * w - (1.0 + moved / error**2) * error * key, alpha * decayed
+        return np.linalg.norm(w, axis=-1)
+
+    assert lengths(counts_decay=True).max() < 1 + 1e-9
+    np.testing.assert_allclose(lengths(counts_decay=False).max(), 1.3, atol=0.05)

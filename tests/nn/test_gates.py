@@ -106,6 +106,41 @@ def test_gates_start_where_they_should(rule):
         assert np.all(np.diff(alpha[:, 0]) > 0)
 
 
+@pytest.mark.parametrize("similar_keys", [False, True])
+@pytest.mark.parametrize("chunk", [1, 2, 4])
+def test_a_model_with_short_chunks_starts_within_the_bound(chunk, similar_keys):
+    """Momentum adds a write up to 32 times, so a step is at most half of 1/(32 λ); it was up to 32 times as much."""
+    rule, heads, dim = MemoryConfig("titans", chunk_size=chunk).build(), 4, 16
+    projection = GateProjection(
+        rule,
+        dim=8,
+        num_heads=heads,
+        key_dim=dim,
+        value_dim=dim,
+        max_step=None,
+        similar_keys=similar_keys,
+        rngs=nnx.Rngs(0),
+    )
+    gates = projection(jnp.zeros((1, 1, 8)))
+    suggested = memory.suggested_gates(rule, batch_size=1, time=1, num_heads=heads, key_dim=dim)
+    np.testing.assert_allclose(gates.step_size, suggested.step_size, rtol=2e-4)
+    assert np.all(gates.step_size * curvature(rule, dim, dim) * rule.horizon < 0.501)
+    assert projection.max_step > 2 * gates.step_size.max()
+
+
+def test_the_bound_hardly_acts_on_a_model_with_chunks_of_one_token():
+    x = jax.random.normal(jax.random.key(1), (1, 64, 16))
+
+    def run(bounded):
+        memory_config = MemoryConfig("titans", chunk_size=1, bounded=bounded)
+        config = ModelConfig(dim=16, num_layers=1, num_heads=2, memory=memory_config, dtype="float32", remat=False)
+        return jax.jit(MemoryMixer(config, rngs=nnx.Rngs(0)))(x)
+
+    bounded, papers = run(True), run(False)
+    apart = jnp.linalg.norm(bounded - papers) / jnp.linalg.norm(papers)
+    assert 0 < apart < 0.1  # a short convolution makes the keys of neighbours similar
+
+
 def test_max_step_is_the_upper_end():
     config = MemoryConfig("titans", max_step=1e-4)
     projection = GateProjection(

@@ -52,5 +52,6 @@ def suggested_steps(
     if rule.optimizer.has_momentum:
         # Also without a bound, so that a rule and its `unbounded()` start from the same gates.
         horizon = limits.HORIZON if rule.bound is None else rule.bound.horizon
-        step = np.minimum(step, 0.25 / (horizon * gamma * largest))
+        share = 0.5 if rule.window == 1 else 0.25  # the windows of neighbours overlap
+        step = np.minimum(step, share / (horizon * gamma * largest))
     return step, top
