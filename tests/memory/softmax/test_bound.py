@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from atlasjax import memory, rules
+from atlasjax.memory import optimizers
 from atlasjax.memory.softmax.state import init_state
 from tests.marks import each_name, some_slow
 from tests.memory.cases import assert_close, steps
@@ -72,8 +73,9 @@ def test_dot_does_not_diverge(scale):
     assert not jnp.isfinite(run(rule.unbounded(), params, None, q, scale * k, v, gates)[0]).all()
 
 
-def test_suggested_steps_are_not_changed():
-    rule = rules.dot()
+@pytest.mark.parametrize("optimizer", [optimizers.GradientDescent(), optimizers.Momentum()], ids=str)
+def test_suggested_steps_are_not_changed(optimizer):
+    rule = dataclasses.replace(rules.dot(), optimizer=optimizer)
     params, q, k, v, _ = make_inputs(rule, batch=1, time=256, key_dim=16, value_dim=16)
     gates = memory.suggested_gates(rule, batch_size=1, time=256, num_heads=2, key_dim=16, value_dim=16)
     run = lambda rule: memory.scan(rule, params, None, q, k, v / 4, gates)[0]
