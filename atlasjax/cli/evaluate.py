@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import jax
-import numpy as np
 import tyro
 from flax import nnx
 
@@ -187,19 +186,20 @@ def _streamed(
 
 
 def _stream(command: EvaluateCommand, loaded: LoadedRun, data: DataConfig, name: str) -> LanguageModelResult:
-    tokens = load_tokens(data, loaded.tokenizer, "validation")
+    tokens, sizes = load_tokens(data, loaded.tokenizer, "validation")
     if command.max_batches is not None:
-        tokens = tokens[: command.max_batches * data.batch_size * data.sequence_length + 1]
+        most = command.max_batches * data.batch_size * data.sequence_length + 1
+        tokens, sizes = tokens[:most], sizes[:most]
     if len(tokens) < 2:
         what = f"text is {command.text[0]!r}" if command.text else f"the text {name!r} of the run is short"
         raise ConfigError(f"{what}; it should have at least two tokens, and has {len(tokens)}.")
     table = loaded.tokenizer.bytes_per_token
-    result, losses = evaluate_stream(loaded.model, tokens, table, piece=command.piece)
+    result, losses = evaluate_stream(loaded.model, tokens, table, piece=command.piece, sizes=sizes)
     print("bits per byte by position in the stream" + (f" of {name}" if name not in ("", HELD_OUT) else ""))
     start = 0
     while start < losses.shape[1]:
         end = min(losses.shape[1], max(1024, 4 * start))
-        num_bytes = int(np.asarray(table)[tokens[start + 1 : end + 1]].sum())
+        num_bytes = int(sizes[start + 1 : end + 1].sum())
         print(f"  {start:>9,} to {end:>9,}: {losses[0, start:end].sum() / math.log(2) / num_bytes:.4f}")
         start = end
     return result

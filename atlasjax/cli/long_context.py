@@ -113,11 +113,12 @@ def prepare_long_context(
         loaded.model.check_length(max(plan.lengths), "lengths")
         data = text or loaded.config.data
         words = load_text(text, "validation") if text else "\n".join(embedded_documents().texts)
-        tokens = load_tokens(data, loaded.tokenizer, "validation") if needs_text else np.zeros(0, np.int32)
+        nothing = np.zeros((2, 0), np.int32)
+        tokens, sizes = load_tokens(data, loaded.tokenizer, "validation") if needs_text else nothing
         if not needs_text:  # no more rows than a cell fills: each costs time and memory
             batch_size = math.ceil(plan.samples / math.ceil(plan.samples / batch_size))
         reader = Scorer(loaded.model, batch_size=batch_size)
-        run = Run(plan, reader, loaded.tokenizer, Haystack(words), tokens, text_ends(run_dir).ends)
+        run = Run(plan, reader, loaded.tokenizer, Haystack(words), tokens, text_ends(run_dir).ends, sizes)
         for task in tasks.values():
             task.check(plan, run.tokenizer, run.haystack, run.tokens)
         folder = run_folder(run_dir) / "evaluations"

@@ -1,6 +1,8 @@
 """Finds the files that a configuration names, on disk or in a store."""
 
+import functools
 import glob
+import logging
 import os
 import pathlib
 from collections.abc import Sequence
@@ -8,6 +10,13 @@ from collections.abc import Sequence
 from atlasjax import storage
 
 COMPRESSIONS = (".gz", ".zst")
+_log = logging.getLogger(__name__)
+
+
+@functools.cache
+def say_once(line: str) -> None:
+    """Log a warning, once in a process. Without a handler of your own, it is printed to stderr."""
+    _log.warning("atlasjax: %s", line)
 
 
 def expand(paths: Sequence[str], suffixes: Sequence[str]) -> tuple[list[storage.AnyPath], set[storage.AnyPath]]:

@@ -5,12 +5,14 @@ import json
 
 import numpy as np
 
+from atlasjax import check
 from atlasjax.data.config import Packing, Split
 from atlasjax.data.token_files import TokenFile
 from atlasjax.storage import AnyPath, write_whole
 
 FILE = "manifest.json"
-_FORMAT = 1
+_FORMAT = 2
+_FORMATS = (1, 2)  # 1 has no checksums of the ends of documents
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,14 +73,14 @@ def read_manifest(folder: AnyPath) -> Manifest:
     path = folder / FILE
     try:
         saved = json.loads(path.read_bytes())
-        if saved["format"] != _FORMAT:
+        if saved["format"] not in _FORMATS:
             raise ValueError(
                 f"The prepared data {str(folder)!r} has format {saved['format']}; this atlasjax reads format {_FORMAT}."
             )
         fields = {field.name: saved[field.name] for field in dataclasses.fields(Manifest) if field.name != "inputs"}
         fields["inputs"] = saved.get("inputs")
         fields["splits"] = {
-            split: tuple(TokenFile(**file) for file in files) for split, files in saved["splits"].items()
+            split: tuple(_checked(TokenFile(**file)) for file in files) for split, files in saved["splits"].items()
         }
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(
@@ -88,3 +90,13 @@ def read_manifest(folder: AnyPath) -> Manifest:
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError, RecursionError):
         raise ValueError(f"The manifest {str(path)!r} is damaged.") from None
     return Manifest(**fields)
+
+
+def _checked(file: TokenFile) -> TokenFile:
+    """Raises TypeError if a description has another form than `TokenWriter` gives it: its name is that of a file in the folder."""
+    *numbers, ends, sizes = dataclasses.astuple(file)[1:]
+    numbers += [number for number in (ends, sizes) if number is not None]
+    is_name = isinstance(file.name, str) and file.name not in ("", ".", "..") and not {"/", "\\", "\0"} & set(file.name)
+    if not is_name or not all(check.is_integer(number, 0) for number in numbers):
+        raise TypeError(f"this is no token file: {file}")
+    return file

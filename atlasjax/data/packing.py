@@ -111,6 +111,7 @@ class TextTokens:
       tokenizer: the tokenizer.
       threads: what reads ahead, if anything does.
       ahead: number of documents that are read ahead.
+      sized: whether their tokens are [2, n], with the bytes of each below.
     """
 
     def __init__(
@@ -120,10 +121,13 @@ class TextTokens:
         tokenizer: Tokenizer,
         threads: concurrent.futures.Executor | None = None,
         ahead: int = 0,
+        *,
+        sized: bool = False,
     ):
         self._documents, self._order, self._tokenizer = documents, order, tokenizer
         self._threads, self._ahead = threads, ahead
-        self._dtype = token_dtype(tokenizer.vocab_size)
+        self._sized = sized
+        self._dtype = np.dtype(np.int32) if sized else token_dtype(tokenizer.vocab_size)
         self._coming: dict[int, concurrent.futures.Future[np.ndarray | None]] = {}
         self._empty = 0  # empty documents one after another
         self._last: tuple[int, np.ndarray | None] = (-1, None)  # a group may begin within a document
@@ -132,10 +136,10 @@ class TextTokens:
         if place != self._last[0]:
             self._last = place, self._next(place)
         tokens = self._last[1]
-        return None if tokens is None else (tokens, len(tokens))
+        return None if tokens is None else (tokens, tokens.shape[-1])
 
     def tokens(self, document: np.ndarray, start: int, stop: int, /) -> np.ndarray:
-        return document[start:stop]
+        return document[..., start:stop]
 
     def _next(self, place: int) -> np.ndarray | None:
         if self._threads is None:
@@ -153,8 +157,8 @@ class TextTokens:
             return None
         if index < 0:
             return _NOTHING
-        tokens = encode_text(self._tokenizer, self._documents[index], self._dtype)
-        self._empty = 0 if len(tokens) else self._empty + 1
+        tokens = encode_text(self._tokenizer, self._documents[index], self._dtype, sized=self._sized)
+        self._empty = 0 if tokens.size else self._empty + 1
         if self._empty > 2 * len(self._documents):
             raise ValueError(
                 "All documents that a reader is dealt are empty. Shuffle them, or leave the empty ones out."
@@ -204,6 +208,7 @@ def packed_documents(
     shuffle_seed: int | None,
     repeat: bool,
     num_threads: int,
+    sized: bool = False,
 ) -> grain.IterDataset:
     """Some rows of batches of packed documents, as in `TokenRows`.
 
@@ -217,6 +222,7 @@ def packed_documents(
       shuffle_seed: seed of the shuffling. None keeps the order.
       repeat: whether to repeat forever, shuffled differently in every epoch.
       num_threads: number of threads that read and tokenize ahead.
+      sized: whether batches have the bytes of each target.
     """
     count = num_readers(documents, batch_size) if repeat else 1
     size = batch_size // count
@@ -235,12 +241,13 @@ def packed_documents(
             )
         ahead = max(1, _AHEAD * num_threads // len(mine))
         found[number] = TokenRows(
-            TextTokens(documents, order, tokenizer, threads, ahead),
+            TextTokens(documents, order, tokenizer, threads, ahead, sized=sized),
             sequence_length=sequence_length,
             max_segments=max_segments,
             batch_size=size,
             rows=slice(max(0, first - number * size), min(size, last - number * size)),
             seed=shuffle_seed,
             least_rows=_LEAST_ROWS,
+            sized=sized,
         )
     return Readers(found)

@@ -35,20 +35,43 @@ class Cuttable(Protocol):
 
     def encode(self, text: str, /) -> np.ndarray: ...
 
+    def encode_sized(self, text: str, /) -> np.ndarray: ...
+
     def last_cut(self, text: str, /) -> int: ...
 
 
-def encode_pieces(tokenizer: Cuttable, texts: Iterable[str]) -> Iterator[np.ndarray]:
+def encode_pieces(tokenizer: Cuttable, texts: Iterable[str], *, sized: bool = False) -> Iterator[np.ndarray]:
     """Encode a text given in parts.
 
     Args:
       tokenizer: the tokenizer.
       texts: the parts of the text, cut anywhere.
+      sized: whether to count the bytes of each token.
 
     Yields:
-      Token ids, int32. Concatenated, they are the tokens of the whole text. A piece has about `PIECE` characters, or more if there
-      is no possible cut.
+      Token ids, int32 [num_tokens], or with `sized` the ids and the bytes of each, int32 [2, num_tokens]. Concatenated, they are
+      the tokens of the whole text. A piece has about `PIECE` characters, or more if there is no possible cut.
     """
+    if not sized:
+        yield from map(tokenizer.encode, _cut(tokenizer, texts))
+        return
+    last, without = None, 0  # the piece before, and the bytes of those since then that had no token
+    for piece in _cut(tokenizer, texts):
+        tokens = tokenizer.encode_sized(piece)
+        if not tokens.size:
+            without += len(piece.encode())
+            continue
+        if last is not None:
+            yield last
+        tokens[1, 0] += without
+        last, without = tokens, 0
+    if last is not None:
+        last[1, -1] += without
+        yield last
+
+
+def _cut(tokenizer: Cuttable, texts: Iterable[str]) -> Iterator[str]:
+    """The pieces of a text given in parts."""
     held: list[str] = []  # text since the last cut; only the newest part is searched for a cut
     size = 0
     for text in texts:
@@ -62,17 +85,17 @@ def encode_pieces(tokenizer: Cuttable, texts: Iterable[str]) -> Iterator[np.ndar
             cut = tokenizer.last_cut(before + part) - len(before)
             if cut < 0:
                 continue
-            yield tokenizer.encode("".join([*held[:-1], part[:cut]]))
+            yield "".join([*held[:-1], part[:cut]])
             held = [part[cut:]] if cut < len(part) else []
             size = len(part) - cut
     if size:
-        yield tokenizer.encode("".join(held))
+        yield "".join(held)
 
 
-def encode_text(tokenizer: Cuttable, text: str, dtype: np.dtype) -> np.ndarray:
-    """The tokens of a whole text, [num_tokens] of the given dtype."""
-    pieces = [piece.astype(dtype) for piece in encode_pieces(tokenizer, (text,))]
-    return np.concatenate(pieces) if pieces else np.zeros(0, dtype)
+def encode_text(tokenizer: Cuttable, text: str, dtype: np.dtype, *, sized: bool = False) -> np.ndarray:
+    """The tokens of a whole text, [num_tokens] of the given dtype; with `sized` and the bytes of each, [2, num_tokens]."""
+    pieces = [piece.astype(dtype) for piece in encode_pieces(tokenizer, (text,), sized=sized)]
+    return np.concatenate(pieces, axis=-1) if pieces else np.zeros((2, 0) if sized else 0, dtype)
 
 
 def last_word_cut(text: str) -> int:

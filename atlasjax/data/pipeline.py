@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, TypedDict
 
 import grain
+import numpy as np
 
 from atlasjax import check
 from atlasjax.data.config import DataConfig, Split
@@ -18,7 +19,7 @@ from atlasjax.data.prepared import open_prepared
 from atlasjax.data.sources import load_documents
 from atlasjax.data.token_rows import PreparedDocuments, TokenRows
 from atlasjax.data.tokenizers import Tokenizer
-from atlasjax.data.windows import Batch, TokenStream, Windows, token_stream
+from atlasjax.data.windows import Batch, SizedTokens, TokenStream, Windows, token_stream
 
 _FOREVER = 2**45  # windows; Grain's endless repetition overflows when batches of size one are sliced
 
@@ -165,7 +166,8 @@ def make_pipeline(
 
     A batch is {"inputs": int32 [B, T], "targets": int32 [B, T], "weights": float32 [B, T]} and, for packing "documents",
     "segment_ids": int32 [B, T], with B = batch_size / process_count and T = sequence_length. Weights are 0 at padding and
-    where the target would be in another document.
+    where the target would be in another document. One pass has "bytes": int32 [B, T] too, the bytes of text that each target
+    represents, where they depend on the text (`Tokenizer.is_exact`).
 
     The global batches are the same for any number of processes, and each process has its slice of them. A saved position can be
     used with any number of processes; with packing "documents" of sources other than "prepared", it is that of all processes
@@ -196,9 +198,17 @@ def make_pipeline(
     documents = load_documents(config, split)
     if config.packing == "documents":
         return _documents(config, tokenizer, split, documents, *where, repeat)
-    stream = token_stream(documents, tokenizer, config.separator)
-    identity = _identity(config, tokenizer, split, repeat, num_tokens=len(stream), tokens_crc32=zlib.crc32(stream.data))
-    return _contiguous(config, split, [stream], None, identity, where, repeat)
+    stream = token_stream(documents, tokenizer, config.separator, sized=_is_sized(tokenizer, repeat))
+    ids = np.ascontiguousarray(np.atleast_2d(stream)[0])
+    identity = _identity(config, tokenizer, split, repeat, num_tokens=len(ids), tokens_crc32=zlib.crc32(ids.data))
+    return _contiguous(
+        config, split, [stream if stream.ndim == 1 else SizedTokens(stream)], None, identity, where, repeat
+    )
+
+
+def _is_sized(tokenizer: Tokenizer, repeat: bool) -> bool:
+    """Whether batches have the bytes of each target: only what is read once is measured in bits per byte."""
+    return not repeat and not tokenizer.is_exact
 
 
 def _identity(
@@ -245,6 +255,7 @@ def _prepared(config: DataConfig, tokenizer: Tokenizer, split: Split, where: tup
         batch_size=config.batch_size,
         rows=slice(index * local, (index + 1) * local),
         seed=seed,
+        sized=joined.is_sized,
     )
     if config.num_threads:
         dataset = grain.experimental.ThreadPrefetchIterDataset(dataset, prefetch_buffer_size=2)
@@ -320,6 +331,7 @@ def _documents(
         shuffle_seed=_shuffle_seed(config, split),
         repeat=repeat,
         num_threads=config.num_threads,
+        sized=_is_sized(tokenizer, repeat),
     )
     return Pipeline(
         split=split,

@@ -29,7 +29,7 @@ from atlasjax.data.pieces import encode_pieces
 from atlasjax.data.prepared_copies import upload
 from atlasjax.data.token_files import TokenFile, TokenFiles, TokenWriter
 from atlasjax.data.tokenizers import TRAINING_CHARACTERS, Tokenizer, load_tokenizer, make_tokenizer
-from atlasjax.data.windows import token_dtype
+from atlasjax.data.windows import ending, token_dtype, with_sizes
 from atlasjax.data.workers import Task, run_tasks
 
 SHARD_TOKENS = 2**26
@@ -322,22 +322,21 @@ def _tokenize(
 
 
 def _encoder(config: DataConfig, folder: pathlib.Path) -> Callable[[tuple[int, int]], TokenFile]:
-    tokenizer, inputs, separator = load_tokenizer(folder / "tokenizer"), open_inputs(config), _separator(config)
+    tokenizer, inputs = load_tokenizer(folder / "tokenizer"), open_inputs(config)
+    text, control = ending(tokenizer, _separator(config))
 
     def encode(task: tuple[int, int]) -> TokenFile:
         number, part = task
-        with _writer(folder / "parts", f"{number}-{part:06d}", tokenizer) as writer:
+        name, sized = f"{number}-{part:06d}", not tokenizer.is_exact
+        with TokenWriter(folder / "parts", name, token_dtype(tokenizer.vocab_size), sized=sized) as writer:
             for document in inputs.parts[number][part].documents():
-                for ids in encode_pieces(tokenizer, itertools.chain(document, (separator,))):
-                    writer.write(ids)
+                for tokens in encode_pieces(tokenizer, itertools.chain(document, (text,)), sized=True):
+                    writer.write(tokens)
+                writer.write(with_sizes(tokenizer, control))
                 writer.end_document()
         return _finish(folder / "parts", writer)
 
     return encode
-
-
-def _writer(folder: pathlib.Path, name: str, tokenizer: Tokenizer) -> TokenWriter:
-    return TokenWriter(folder, name, token_dtype(tokenizer.vocab_size), tokenizer.bytes_per_token)
 
 
 def _finish(folder: pathlib.Path, writer: TokenWriter) -> TokenFile:
@@ -391,20 +390,24 @@ def _gatherer(folder: pathlib.Path, plans: dict[Split, _Gathered]) -> Callable[[
     tokenizer = load_tokenizer(folder / "tokenizer")
     dtype = token_dtype(tokenizer.vocab_size)
     read = {
-        split: TokenFiles([(folder / "parts", file) for file in plan.files], dtype) for split, plan in plans.items()
+        split: TokenFiles([(folder / "parts", file) for file in plan.files], dtype, tokenizer.vocab_size)
+        for split, plan in plans.items()
     }
 
     def gather(task: tuple[Split, int]) -> TokenFile:
         split, number = task
         plan, parts = plans[split], read[split]
         first, last = (plan.num_documents * i // plan.num_files for i in (number, number + 1))
-        with _writer(folder, f"{split}-{number:05d}", tokenizer) as writer:
+        # Only what is evaluated needs the bytes of each token.
+        sized = parts.is_sized and split == "validation"
+        with TokenWriter(folder, f"{split}-{number:05d}", dtype, sized=sized) as writer:
             for place in range(first, last):
                 if plan.shuffle_seed is not None:
                     place = index_shuffle(place, max_index=plan.num_documents - 1, seed=plan.shuffle_seed, rounds=4)
                 start, stop = parts.document(plan.selection.document(place))
                 for at in range(start, stop, _GATHERED):
-                    writer.write(parts[at : min(at + _GATHERED, stop)])
+                    tokens = parts[at : min(at + _GATHERED, stop)]
+                    writer.write(tokens if tokens.ndim == 2 else with_sizes(tokenizer, tokens))
                 writer.end_document()
         return _finish(folder, writer)
 

@@ -6,11 +6,13 @@ import numpy as np
 
 from atlasjax import storage
 from atlasjax.data.config import DataConfig, Split
+from atlasjax.data.files import say_once
 from atlasjax.data.manifest import Manifest, read_manifest
 from atlasjax.data.prepared_copies import local_copy
-from atlasjax.data.sources import load_text
+from atlasjax.data.sources import load_documents
 from atlasjax.data.token_files import TokenFiles
 from atlasjax.data.tokenizers import Tokenizer
+from atlasjax.data.windows import token_stream, with_sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,8 +29,8 @@ class PreparedSplit:
 
 
 def open_prepared(config: DataConfig, tokenizer: Tokenizer, split: Split) -> tuple[TokenFiles, list[PreparedSplit]]:
-    """Open a split of the prepared data sets of a config. File sizes are checked; no content is read. Sets in a bucket are copied
-    to the disk first (`local_copy`, whose errors are raised too).
+    """Open a split of the prepared data sets of a config. File sizes are checked; content is read, and compared with its checksum,
+    when it is used. Sets in a bucket are copied to the disk first (`local_copy`, whose errors are raised too).
 
     Returns:
       The documents of all sets as one sequence, and each set separately.
@@ -46,11 +48,16 @@ def open_prepared(config: DataConfig, tokenizer: Tokenizer, split: Split) -> tup
             folder = local_copy(folder)
         mine = [(folder, file) for file in manifest.splits[split]]
         files += mine
+        if any(file.ends_crc32 is None for _, file in mine):
+            say_once(
+                f"The data in {name!r} was prepared by an older version of atlasjax: the ends of its documents have no "
+                "checksum, and only their order is checked. Prepare it again to have one."
+            )
         totals = manifest.totals(split)
         checksum = sum((i + 1) * file.crc32 for i, (_, file) in enumerate(mine)) % 2**32
         digest = f"{totals['documents']} documents, {totals['tokens']} tokens, {checksum:08x}"
-        sets.append(PreparedSplit(TokenFiles(mine, manifest.token_dtype), digest))
-    return TokenFiles(files, manifest.token_dtype), sets
+        sets.append(PreparedSplit(TokenFiles(mine, manifest.token_dtype, manifest.vocab_size), digest))
+    return TokenFiles(files, manifest.token_dtype, manifest.vocab_size), sets
 
 
 def _check(name: str, manifest: Manifest, config: DataConfig, tokenizer: Tokenizer, split: Split) -> None:
@@ -77,10 +84,14 @@ def _check(name: str, manifest: Manifest, config: DataConfig, tokenizer: Tokeniz
 
 
 def load_tokens(config: DataConfig, tokenizer: Tokenizer, split: Split) -> np.ndarray:
-    """A whole split as one stream of tokens, int32 [num_tokens]. Raises as `open_prepared` or `load_documents`."""
-    if config.source == "prepared":
-        return open_prepared(config, tokenizer, split)[0][:].astype(np.int32)
-    return tokenizer.encode(load_text(config, split))
+    """A whole split as one stream: its tokens, and below them the bytes of text that each represents, int32 [2, num_tokens].
+
+    Raises as `open_prepared` or `load_documents`.
+    """
+    if config.source != "prepared":
+        return token_stream(load_documents(config, split), tokenizer, config.separator, sized=True)
+    found = open_prepared(config, tokenizer, split)[0][:]
+    return found.astype(np.int32) if found.ndim == 2 else with_sizes(tokenizer, found)
 
 
 def identity(config: DataConfig, sets: list[PreparedSplit]) -> dict[str, object]:

@@ -21,7 +21,7 @@ import numpy as np
 
 from atlasjax import cache, storage
 from atlasjax.data.manifest import FILE, Manifest, read_manifest, write_manifest
-from atlasjax.data.token_files import END, TokenFile
+from atlasjax.data.token_files import END, Part
 
 _THREADS = 8
 _BLOCK = 2**24  # bytes read at once
@@ -81,15 +81,15 @@ def _locked(copy: pathlib.Path) -> IO[bytes]:
 def _complete(folder: storage.StorePath, copy: pathlib.Path, manifest: Manifest) -> None:
     missing = []
     for file in (file for files in manifest.splits.values() for file in files):
-        for name, size in sizes(file, manifest.token_dtype).items():
-            path = copy / name
-            if not path.exists() or path.stat().st_size != size:
-                missing.append((file, name, size))
+        for kind, part in file.parts(manifest.token_dtype).items():
+            path = copy / part.name
+            if not path.exists() or path.stat().st_size != part.size:
+                missing.append((part, file.tokens if kind == "ends" else None))
     for left in copy.glob(".*.partial"):
         left.unlink()  # of a process that was killed; the lock is ours
-    _make_room(copy, sum(size for _, _, size in missing))
+    _make_room(copy, sum(part.size for part, _ in missing))
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:
-        fetched = [threads.submit(_fetch, folder / name, copy / name, file, size) for file, name, size in missing]
+        fetched = [threads.submit(_fetch, folder, copy, part, last_end) for part, last_end in missing]
         try:
             for one in concurrent.futures.as_completed(fetched):
                 one.result()
@@ -98,31 +98,22 @@ def _complete(folder: storage.StorePath, copy: pathlib.Path, manifest: Manifest)
             raise
 
 
-def sizes(file: TokenFile, dtype: np.dtype) -> dict[str, int]:
-    """The names and sizes in bytes of the two files of a token file."""
-    return {f"{file.name}.tokens": file.tokens * dtype.itemsize, f"{file.name}.ends": file.documents * END.itemsize}
-
-
-def _fetch(source: storage.StorePath, target: pathlib.Path, file: TokenFile, size: int) -> None:
+def _fetch(folder: storage.StorePath, copy: pathlib.Path, part: Part, last_end: int | None) -> None:
+    """Copies a file. last_end: of ends without a checksum, the last one."""
+    source, target = folder / part.name, copy / part.name
     partial = target.with_name(f".{target.name}.{secrets.token_hex(8)}.partial")
     found = checksum = 0
-    block = b""
+    block = last = b""
     try:
         with storage.explaining(source), source.open() as stream, open(partial, "xb") as written:
             while block := stream.read(_BLOCK):
                 written.write(block)
                 found, checksum, last = found + len(block), zlib.crc32(block, checksum), block
-        if found != size:
+        if found != part.size:
             raise ValueError(
-                f"The prepared file {str(source)!r} is damaged: it has {found:,} bytes and should have {size:,}."
+                f"The prepared file {str(source)!r} is damaged: it has {found:,} bytes and should have {part.size:,}."
             )
-        # The ends have no checksum of their own; the last one is the number of tokens.
-        whole = (
-            checksum == file.crc32
-            if target.suffix == ".tokens"
-            else _ends_at(last[-END.itemsize :] if size else b"") == file.tokens
-        )
-        if not whole:
+        if checksum != part.crc32 if part.crc32 is not None else _ends_at(last[-END.itemsize :]) != last_end:
             raise ValueError(f"The prepared file {str(source)!r} is damaged: its checksum is not that of the manifest.")
         partial.replace(target)
     finally:
@@ -164,7 +155,7 @@ def upload(local: pathlib.Path, folder: storage.StorePath, manifest: Manifest) -
     there = {str(file).removeprefix(f"{folder}/"): file.stat().st_size for file in folder.files()}
     files = [path for path in (local / "tokenizer").rglob("*") if path.is_file()]
     for file in (file for each in manifest.splits.values() for file in each):
-        files += [local / name for name in sizes(file, manifest.token_dtype)]
+        files += [local / part.name for part in file.parts(manifest.token_dtype).values()]
     names = {path.relative_to(local).as_posix(): path for path in files}
     waiting = [name for name, path in names.items() if there.get(name) != path.stat().st_size]
 

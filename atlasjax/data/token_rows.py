@@ -26,7 +26,7 @@ class TokenDocuments(Protocol):
         ...
 
     def tokens(self, document: Any, start: int, stop: int, /) -> np.ndarray:
-        """Tokens [stop - start] of a document."""
+        """Tokens [stop - start] of a document; or [2, stop - start], with the bytes of each below."""
         ...
 
 
@@ -56,7 +56,8 @@ class TokenRows(grain.IterDataset):
 
     A row holds at most `max_segments` - 1 documents (or pieces of documents), with segment ids 1, 2, … Padding at its end has
     segment id 0, token ids 0 and weights 0. A batch is {"inputs", "targets", "segment_ids": int32 [B, T], "weights": float32
-    [B, T]}. Every token is an input once, and every token but the first of its document a target of weight 1 once.
+    [B, T]}, and with `sized` also {"bytes": int32 [B, T]}, those of the targets. Every token is an input once, and every token but
+    the first of its document a target of weight 1 once.
 
     Args:
       documents: the documents in the order in which they are taken.
@@ -66,6 +67,7 @@ class TokenRows(grain.IterDataset):
       rows: which of these rows to return.
       least_rows: rows that are filled at the same time, at least.
       seed: seed for shuffling rows. None keeps their order.
+      sized: whether the tokens of documents come with their bytes.
     """
 
     def __init__(
@@ -78,11 +80,12 @@ class TokenRows(grain.IterDataset):
         rows: slice,
         seed: int | None,
         least_rows: int = LEAST_ROWS,
+        sized: bool = False,
     ):
         super().__init__()
         self._documents, self._length, self._batch_size = documents, sequence_length, batch_size
         self._group_size = batch_size * -(-least_rows // batch_size)
-        self._most, self._mine, self._seed = max_segments - 1, rows, seed
+        self._most, self._mine, self._seed, self._sized = max_segments - 1, rows, seed, sized
 
     def __iter__(self) -> "_TokenRowsIterator":
         return _TokenRowsIterator(self)
@@ -121,19 +124,21 @@ class TokenRows(grain.IterDataset):
         """This process's rows of batch `index` of a group."""
         mine = group[index * self._batch_size : (index + 1) * self._batch_size][self._mine]
         shape = (len(mine), self._length)
-        batch = {name: np.zeros(shape, np.int32) for name in ("inputs", "targets", "segment_ids")}
+        names = ("inputs", "targets", "segment_ids", *(("bytes",) if self._sized else ()))
+        batch = {name: np.zeros(shape, np.int32) for name in names}
         weights = np.zeros(shape, np.float32)
         for i, row in enumerate(mine):
             at = 0
             for segment, (document, start, stop, end) in enumerate(row, 1):
-                tokens = self._documents.tokens(
-                    document, start, min(stop + 1, end)
-                )  # one more if the document continues: the last target
+                # One more if the document continues: the last target.
+                tokens, *sizes = np.atleast_2d(self._documents.tokens(document, start, min(stop + 1, end)))
                 length, targets = stop - start, len(tokens) - 1
                 batch["inputs"][i, at : at + length] = tokens[:length]
                 batch["targets"][i, at : at + targets] = tokens[1:]
                 batch["segment_ids"][i, at : at + length] = segment
                 weights[i, at : at + targets] = 1
+                if self._sized:
+                    batch["bytes"][i, at : at + targets] = sizes[0][1:]
                 at += length
         return {**batch, "weights": weights}
 

@@ -1,5 +1,6 @@
 """Runs independent tasks in worker processes that never outlive this process."""
 
+import logging
 import multiprocessing
 import os
 import queue
@@ -75,6 +76,7 @@ def run_tasks(
 
 def _work(make, arguments, tasks, waiting, done) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    logging.getLogger("atlasjax").setLevel(logging.ERROR)  # the parent has said it
     try:
         function = make(*arguments)
         while True:

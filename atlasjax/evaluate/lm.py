@@ -84,7 +84,12 @@ def evaluate(
 
 
 def evaluate_stream(
-    model: LanguageModel, tokens: np.ndarray, bytes_per_token: np.ndarray, *, piece: int = 512
+    model: LanguageModel,
+    tokens: np.ndarray,
+    bytes_per_token: np.ndarray,
+    *,
+    piece: int = 512,
+    sizes: np.ndarray | None = None,
 ) -> tuple[LanguageModelResult, np.ndarray]:
     """Evaluates one long text as a stream through the cache. If the cache is bounded, memory does not grow with the text.
 
@@ -95,6 +100,7 @@ def evaluate_stream(
       tokens: int32 [time], or [streams, time] for several texts in parallel.
       bytes_per_token: int [vocabulary], from the tokenizer.
       piece: number of tokens read at a time.
+      sizes: the bytes of text that each token represents, integers like `tokens`. None: those of `bytes_per_token`.
 
     Returns:
       The result over all predicted tokens (every token but the first), and each token's cross entropy in nats,
@@ -102,7 +108,7 @@ def evaluate_stream(
 
     Raises:
       ValueError: there are fewer than two tokens or more than a model with learned positions can read, one is not in the
-        vocabulary, or `piece` is not positive.
+        vocabulary, `piece` is not positive, or `sizes` has another shape than `tokens`.
     """
     tokens = np.atleast_2d(np.asarray(tokens))
     if tokens.ndim != 2 or tokens.shape[1] < 2:
@@ -110,6 +116,8 @@ def evaluate_stream(
     if piece < 1:
         raise ValueError(f"piece is {piece}; it should be positive.")
     check_tokens(tokens, model.config.vocab_size, "tokens")
+    if sizes is not None and np.atleast_2d(sizes).shape != tokens.shape:
+        raise ValueError(f"sizes has shape {np.shape(sizes)}; it should be that of tokens, {tokens.shape}.")
     model.check_length(tokens.shape[1] - 1, "tokens")
     graphdef, params = nnx.split(model, nnx.Param)
     tokens = tokens.astype(np.int32)
@@ -121,7 +129,8 @@ def evaluate_stream(
         loss, cache = _extend_losses(graphdef, params, inputs[:, part], targets[:, part], cache)
         losses.append(np.asarray(loss))
     per_token = np.concatenate(losses, axis=1)
-    num_bytes = int(np.asarray(bytes_per_token, np.int64)[targets].sum())
+    each = np.asarray(bytes_per_token, np.int64)[targets] if sizes is None else np.atleast_2d(sizes)[:, 1:]
+    num_bytes = int(each.sum(dtype=np.int64))
     return LanguageModelResult(float(per_token.sum(dtype=np.float64)), targets.size, num_bytes), per_token
 
 

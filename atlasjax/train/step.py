@@ -221,7 +221,7 @@ def eval_sums(graphdef: nnx.GraphDef, bytes_per_token: np.ndarray, *, max_segmen
 
     Args:
       graphdef: the model's definition.
-      bytes_per_token: int [vocabulary], from the tokenizer.
+      bytes_per_token: int [vocabulary], from the tokenizer. A batch may have the bytes of each target itself, int [batch, time].
       max_segments: bound on the segments per row.
     """
     table = np.asarray(bytes_per_token, np.int32)
@@ -229,11 +229,8 @@ def eval_sums(graphdef: nnx.GraphDef, bytes_per_token: np.ndarray, *, max_segmen
     def step(params: PyTree, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
         counted = batch["weights"] > 0
         nats, _ = loss_sums(graphdef, params, {**batch, "weights": counted}, max_segments)
-        return (
-            nats,
-            jnp.sum(counted, dtype=jnp.int32),
-            jnp.sum(jnp.where(counted, jnp.asarray(table)[batch["targets"]], 0)),
-        )
+        sizes = batch["bytes"] if "bytes" in batch else jnp.asarray(table)[batch["targets"]]
+        return nats, jnp.sum(counted, dtype=jnp.int32), jnp.sum(jnp.where(counted, sizes, 0))
 
     return step
 

@@ -491,12 +491,12 @@ def test_damaged_prepared_data(finished, tmp_path, what):
     elif what == "manifest":
         manifest.write_text(manifest.read_text()[:-40])
     else:
-        manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 2'))
+        manifest.write_text(manifest.read_text().replace('"format": 2', '"format": 3'))
     message = {
         "short": r"train-00000.tokens' is damaged: it has [\d,]+ bytes and should have",
         "missing": "train-00000.tokens' is missing",
         "manifest": "manifest.json' is damaged",
-        "format": "has format 2; this atlasjax reads format 1",
+        "format": "has format 3; this atlasjax reads format 2",
     }[what]
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         pipeline(folder)

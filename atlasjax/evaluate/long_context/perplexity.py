@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from typing import Any
 
 import numpy as np
 
@@ -26,7 +25,7 @@ def by_position(run: Run, length: int) -> list[Value]:
     rows = np.stack([run.tokens[start : start + length] for start in starts])
     scores = run.reader.score([(row[:1], row[1:]) for row in rows])
     nats = -np.stack([score.token_log_likelihoods for score in scores]).astype(np.float64)
-    sizes = _sizes(run.tokenizer)[rows[:, 1:]]
+    sizes = np.stack([run.sizes[start + 1 : start + length] for start in starts])
     edges = [1, *(_FIRST << i for i in range(length.bit_length()) if _FIRST << i < length), length]
     return [_value(nats, sizes)] + [
         _value(nats[:, a - 1 : b - 1], sizes[:, a - 1 : b - 1], (a, b)) for a, b in itertools.pairwise(edges)
@@ -49,16 +48,12 @@ def sliding_window(run: Run, length: int) -> list[Value]:
         for begin in range(length, len(tokens), stride)
     ]
     nats = [-score.token_log_likelihoods.astype(np.float64) for score in run.reader.score(pairs)]
-    whole = _value(np.concatenate(nats)[None], _sizes(run.tokenizer)[tokens[1:]])
+    whole = _value(np.concatenate(nats)[None], run.sizes[1 : len(tokens)])
     return [Value(whole.metrics, standard_error([part.mean() for part in nats]), whole.count)]
 
 
 add(TextTask("perplexity_by_position", by_position, "the loss of a text by the position in its context"))
 add(TextTask("sliding_window_perplexity", sliding_window, "the loss of a text with a sliding window of each length"))
-
-
-def _sizes(tokenizer: Any) -> np.ndarray:
-    return np.asarray(tokenizer.bytes_per_token, np.int64)
 
 
 def _value(nats: np.ndarray, sizes: np.ndarray, positions: tuple[int, int] | None = None) -> Value:

@@ -6,7 +6,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -48,6 +48,7 @@ class Run:
       haystack: the text in which tasks hide what they ask for.
       tokens: of the text whose loss is measured, integers [time] (NumPy). May be empty if no task reads it.
       end_tokens: tokens that end a generated text.
+      counted: the bytes of text that each of `tokens` represents, integers [time]. None: those of the tokenizer.
     """
 
     plan: Plan
@@ -56,6 +57,15 @@ class Run:
     haystack: Haystack
     tokens: np.ndarray
     end_tokens: Sequence[int] = ()
+    counted: np.ndarray | None = None
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """The bytes of text that each of `tokens` represents, int64 [time]."""
+        if self.counted is not None:
+            return np.asarray(self.counted, np.int64)
+        tokenizer: Any = self.tokenizer  # only these tasks need the attribute
+        return np.asarray(tokenizer.bytes_per_token, np.int64)[self.tokens]
 
 
 @dataclasses.dataclass(frozen=True)
