@@ -68,6 +68,7 @@ def run(arguments: Sequence[str]) -> None:
         print(f"atlasjax: the checkpoint of step {step} is unusable: {reason}", file=sys.stderr)
     chat, end_tokens = _conversation(command)
     with user_errors():
+        chat.check(loaded.tokenizer)
         batcher = Batcher(loaded.model, loaded.tokenizer, command.batch, end_tokens=end_tokens)
         num_bytes = batcher.slots.no_text.num_bytes
         if num_bytes > command.keep.gigabytes * 1e9:

@@ -152,6 +152,8 @@ def _evaluate(
     from atlasjax.evaluate.harness import HarnessModel
 
     with user_errors():
+        if chat is not None:
+            chat.check(loaded.tokenizer)
         ends = text_ends(run_dir)
         prefix = _prefix(loaded.tokenizer, ends, options.prefix_token)
         window = None if stream else options.window or loaded.config.data.sequence_length

@@ -146,7 +146,11 @@ class TokenFiles:
         self.is_sized = bool(files) and all(file.sizes_crc32 is not None for _, file in files)
         self._files = []
         for folder, file in files:
-            wrong: dict[str, Content | None] = {"tokens": _Ids(self._dtype, vocab_size), "ends": _Ends(file.tokens), "sizes": None}
+            wrong: dict[str, Content | None] = {
+                "tokens": _Ids(self._dtype, vocab_size),
+                "ends": _Ends(file.tokens),
+                "sizes": None,
+            }
             parts = file.parts(dtype).items()
             self._files.append({kind: CheckedFile(folder / x.name, x.size, x.crc32, wrong[kind]) for kind, x in parts})
         self._tokens = [0, *itertools.accumulate(file.tokens for _, file in files)]

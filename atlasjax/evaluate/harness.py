@@ -33,7 +33,15 @@ class Text(Protocol):
     def vocab_size(self) -> int: ...
 
     def encode(self, text: str, /) -> np.ndarray:
-        """Return the token ids of `text`, integers [num_tokens]."""
+        """Return the token ids of `text`, integers [num_tokens]. Names of control tokens in it are text."""
+        ...
+
+    def guarded(self, content: str, /) -> str:
+        """Return a text that is part of another, marked so that no name of a control token in it is read as one."""
+        ...
+
+    def encode_controlled(self, text: str, /) -> np.ndarray:
+        """Return the token ids of a text in which names of control tokens are those tokens, except in what is `guarded`."""
         ...
 
     def decode(self, ids: Iterable[int], /) -> str:
@@ -117,8 +125,8 @@ class HarnessModel(TemplateLM):
         return {**self._about, "prefix_token": self._prefix, "window": window, "truncated_contexts": self.truncated}
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: object) -> list[int]:
-        """Token ids of a text. Nothing is added to it."""
-        return self._text.encode(string).tolist()
+        """Token ids of a text. Nothing is added to it. With `chat`, control tokens that its template writes are control tokens."""
+        return (self._text.encode if self._chat is None else self._text.encode_controlled)(string).tolist()
 
     @property
     def tokenizer_name(self) -> str:
@@ -133,13 +141,15 @@ class HarnessModel(TemplateLM):
         """
         if self._chat is None:
             raise ValueError("apply_chat_template needs a model with chat=….")
-        return self._chat(chat_history, add_generation_prompt)
+        history = [{**message, "content": self._text.guarded(message["content"])} for message in chat_history]
+        return self._chat(history, add_generation_prompt)
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """(ln p, whether greedy decoding gives it) of each continuation; without a context, given `prefix_token`."""
         encoded = []
         for request in requests:
             context, text = request.args
+            text = text if self._chat is None else self._text.guarded(text)
             if context.strip():
                 encoded.append((request.args, *self._encode_pair(context, text)))
             else:  # spaces belong to the continuation, as everywhere in lm-eval
@@ -151,7 +161,7 @@ class HarnessModel(TemplateLM):
         pairs, owners = [], []
         for owner, request in enumerate(requests):
             (text,) = request.args
-            for pair in self._windows(self.tok_encode(text)):
+            for pair in self._windows(self._text.encode(text).tolist()):
                 pairs.append(pair)
                 owners.append(owner)
         sums = [0.0] * len(requests)

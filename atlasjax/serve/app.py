@@ -302,10 +302,9 @@ class _Generation:
             note = "" if context is None else context.note
             before: Before = "nothing" if context is None else "answer" if note.startswith(_ANSWER) else "text"
             try:
-                text = service.chat.text(prompt, before)  # type: ignore[arg-type]
+                tokens = service.chat.tokens(service.tokenizer, prompt, before)  # type: ignore[arg-type]
             except ValueError as error:
                 raise RequestError(400, str(error), param="messages") from None
-            tokens = np.asarray(service.tokenizer.encode(text), np.int32)
             # The memory has the token that ended its answer.
             return tokens[1:] if len(tokens) > 1 and note == f"{_ANSWER} {tokens[0]}" else tokens
         if isinstance(prompt, str):

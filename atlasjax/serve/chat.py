@@ -2,10 +2,15 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from atlasjax import storage
+import numpy as np
+
+from atlasjax import check, storage
 from atlasjax.storage import AnyPath
+
+if TYPE_CHECKING:
+    from atlasjax.serve.requests import Tokenizes
 
 _ROLES = {"system": "System", "developer": "System", "user": "User", "assistant": "Assistant"}
 _ANSWER = "\ue000"  # of an answer that a memory holds, in the template's text
@@ -23,6 +28,10 @@ class Message:
 
     role: str
     content: str
+
+    def __post_init__(self) -> None:
+        check.instance("Message", "role", self.role, str)
+        check.instance("Message", "content", self.content, str)
 
 
 Before = Literal["nothing", "text", "answer"]
@@ -43,6 +52,13 @@ class PlainChat:
 
     stop: tuple[str, ...] = ("\n\nUser:",)
 
+    def check(self, tokenizer: "Tokenizes") -> None:
+        """Nothing: this form has no tokens of its own."""
+
+    def tokens(self, tokenizer: "Tokenizes", messages: Sequence[Message], before: Before = "nothing") -> np.ndarray:
+        """The tokens of `text`, int32 [time]. None of them is a control token."""
+        return tokenizer.encode(self.text(messages, before))
+
     def text(self, messages: Sequence[Message], before: Before = "nothing") -> str:
         """The prompt for the next answer. before: what comes before it."""
         parts = [f"{_ROLES[message.role]}: {message.content}" for message in messages] + ["Assistant:"]
@@ -55,6 +71,7 @@ class TemplateChat:
     Args:
       template: its source.
       special: names of special tokens and their texts, such as bos_token.
+      added: texts of further special tokens.
 
     Raises:
       ImportError: jinja2 is not installed.
@@ -63,7 +80,7 @@ class TemplateChat:
 
     stop: tuple[str, ...] = ()
 
-    def __init__(self, template: str, special: dict[str, str]):
+    def __init__(self, template: str, special: dict[str, str], added: Sequence[str] = ()):
         import jinja2
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -75,6 +92,7 @@ class TemplateChat:
         )
         environment.globals["raise_exception"] = refuse
         self._error, self._special = jinja2.TemplateError, special
+        self._source, self._added = template, tuple(added)
         try:
             self._template = environment.from_string(template)
         except jinja2.TemplateError as error:
@@ -100,6 +118,32 @@ class TemplateChat:
         # Templates want system messages first.
         end = self._rendered(turn, False).partition(_ANSWER)[2] if before == "answer" else ""
         return end + text.removeprefix(self._special.get("bos_token", ""))
+
+    def tokens(self, tokenizer: "Tokenizes", messages: Sequence[Message], before: Before = "nothing") -> np.ndarray:
+        """The tokens of `text`, int32 [time].
+
+        The control tokens that the template writes are control tokens. Their names in the content of a message are text.
+
+        Raises:
+          ValueError: the template refuses the messages, or one has U+FDD0.
+        """
+        guarded = [Message(message.role, tokenizer.guarded(message.content)) for message in messages]
+        return tokenizer.encode_controlled(self.text(guarded, before))
+
+    def check(self, tokenizer: "Tokenizes") -> None:
+        """Checks that what the template writes as tokens are tokens.
+
+        Raises:
+          ValueError: one of them would be read as the letters of its name.
+        """
+        written = [text for name, text in self._special.items() if name in self._source]
+        written += [text for text in self._added if text in self._source]
+        for text in written:
+            ids = tokenizer.encode_controlled(text)
+            if len(ids) != 1 and tokenizer.decode(ids[-1:]) != text:  # SentencePiece writes a space before the text
+                raise ValueError(
+                    f"the chat template writes the token {text!r}, which the run's tokenizer does not have."
+                )
 
     def rendered(self, messages: Sequence[Mapping[str, str]], answer_begins: bool = True) -> str:
         """The text of messages {"role": …, "content": …}.
@@ -145,7 +189,9 @@ def chat_of(run_dir: AnyPath) -> Chat:
             template = {one["name"]: one["template"] for one in template}.get("default")
         if template is not None:
             special = {name: _token(config.get(name)) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
-            return TemplateChat(template, {name: text for name, text in special.items() if text is not None})
+            decoder = config.get("added_tokens_decoder") or {}
+            added = [str(token["content"]) for token in decoder.values() if token.get("special")]
+            return TemplateChat(template, {name: text for name, text in special.items() if text is not None}, added)
     return PlainChat()
 
 

@@ -16,7 +16,19 @@ class Tokenizes(Decodes, Protocol):
     def vocab_size(self) -> int: ...
 
     def encode(self, text: str, /) -> np.ndarray:
-        """The token ids of a text, integers [num_tokens]."""
+        """The token ids of a text, integers [num_tokens]. Names of control tokens in it are text."""
+        ...
+
+    def guarded(self, content: str, /) -> str:
+        """A text that is part of another, marked so that no name of a control token in it is read as one.
+
+        Raises:
+          ValueError: it has the character of the mark.
+        """
+        ...
+
+    def encode_controlled(self, text: str, /) -> np.ndarray:
+        """The token ids of a text in which names of control tokens are those tokens, except in what is `guarded`."""
         ...
 
 
