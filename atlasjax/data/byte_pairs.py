@@ -62,7 +62,9 @@ class BpeTokenizer(WithControl):
                 "times the number of tokens."
             )
         # After the check, because it writes every id out.
-        self.fingerprint = fingerprint("bpe", self._tokenizer.to_str().encode())
+        written = self._tokenizer.to_str()
+        self.fingerprint = fingerprint("bpe", _meaning(json.loads(written)))
+        self.former_fingerprint = fingerprint("bpe", written.encode())
         self.vocab_size: int = 1 + max(ids)  # some ids may be unused
         self._tokenizer.encode_special_tokens = True  # they are text where a text has their names
         added = self._tokenizer.get_added_tokens_decoder()
@@ -139,6 +141,21 @@ def bpe_of(content: bytes, name: str) -> BpeTokenizer:
         return BpeTokenizer(content.decode("utf-8"), name)
     except UnicodeDecodeError:
         raise ValueError(f"The tokenizer {name!r} is not a tokenizers JSON file: it is not UTF-8.") from None
+
+
+def _meaning(written: dict[str, Any]) -> bytes:
+    """What a `tokenizers` JSON file maps, whichever version of the library wrote it: without fields that are off or not used."""
+
+    def some(value: Any) -> Any:
+        if isinstance(value, dict):
+            found = {name: some(one) for name, one in value.items()}
+            return {name: one for name, one in found.items() if one or (isinstance(one, int) and one is not False)}
+        return [some(one) for one in value] if isinstance(value, list) else value
+
+    model = written["model"]
+    merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+    used = {name: written.get(name) for name in ("normalizer", "pre_tokenizer", "decoder", "added_tokens")}
+    return json.dumps(some({**used, "model": {**model, "merges": merges}}), sort_keys=True).encode()
 
 
 def _keeps_bytes(definition: Mapping[str, Any], vocabulary: Mapping[str, int]) -> bool:

@@ -143,7 +143,7 @@ def open_inputs(config: DataConfig) -> Inputs:
 
 def _inputs(config: DataConfig, parts: tuple[tuple[Part, ...], ...], splits: dict[Split, Selection]) -> Inputs:
     suffixes = {"text": config.suffixes, "jsonl": (".jsonl",), "parquet": (".parquet",)}.get(config.source)
-    files = [] if suffixes is None else expand((*config.paths, *config.validation_paths), suffixes)[0]
+    files = [] if suffixes is None else expand((*config.paths, *config.validation_paths), suffixes).files
     identity = {
         "files": [(str(file), file.stat().st_size) for file in files],
         "parts": [[(part.name, part.size) for part in each] for each in parts],

@@ -32,7 +32,8 @@ class ParquetDocuments:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        self._files, _ = expand(paths, (".parquet",))
+        self._files, _, left_out = expand(paths, (".parquet",))
+        left_out.say(paths)
         self._column = column
         self._metadata = []
         groups, sizes, num_bytes = [], [], []

@@ -61,7 +61,7 @@ def open_prepared(config: DataConfig, tokenizer: Tokenizer, split: Split) -> tup
 
 
 def _check(name: str, manifest: Manifest, config: DataConfig, tokenizer: Tokenizer, split: Split) -> None:
-    if manifest.fingerprint != tokenizer.fingerprint:
+    if manifest.fingerprint not in (tokenizer.fingerprint, tokenizer.former_fingerprint):
         raise ValueError(
             f"The data in {name!r} was prepared with another tokenizer ({manifest.source['tokenizer']!r}, {manifest.vocab_size} "
             f"tokens, SHA-256 {manifest.fingerprint[:12]}…) than the run's ({tokenizer.vocab_size} tokens, "

@@ -47,7 +47,7 @@ class SentencePieceTokenizer(WithControl):
             raise ValueError(f"The tokenizer {name!r} is not a SentencePiece model.")
         self.bytes_per_token = np.array([self._num_bytes(i, piece) for i, piece in enumerate(pieces)], np.int32)
         self.control_tokens = {piece: Control(i) for i, piece in enumerate(pieces) if self._processor.is_control(i)}
-        self.fingerprint = fingerprint("sentencepiece", model)
+        self.fingerprint = self.former_fingerprint = fingerprint("sentencepiece", model)
         self._has_cuts = _has_cuts(model)
 
     def _num_bytes(self, i: int, piece: str) -> int:

@@ -169,13 +169,13 @@ def _lines(pieces: Iterator[str]) -> Iterator[str]:
 def text_files(
     paths: Sequence[str], suffixes: Sequence[str], encoding: str = "utf-8", errors: Errors = "strict"
 ) -> list[storage.AnyPath]:
-    """List the files that hold text. Empty files that were found in a folder are skipped.
+    """List the files that hold text. Empty files that were found in a folder are left out; what is left out is said once.
 
     Raises:
       FileNotFoundError: as `expand`.
       ValueError: a named file is empty, all files are empty, or a very small file cannot be read, as `text_pieces`.
     """
-    files, found = expand(paths, suffixes)
+    files, found, left_out = expand(paths, suffixes)
     full = []
     for file in files:
         size = file.stat().st_size
@@ -183,8 +183,11 @@ def text_files(
             full.append(file)
         elif file not in found:
             raise ValueError(f"The data file {str(file)!r} is empty.")
+        else:
+            left_out.add("empty", file)
     if not full:
         raise ValueError(f"All {len(files)} data files under {', '.join(map(repr, paths))} are empty.")
+    left_out.say(paths)
     return full
 
 

@@ -44,6 +44,7 @@ class Tokenizer(Protocol):
       is_exact: whether these sum to the bytes of every text. If not, what a token represents depends on the text around it (a
         normalizer, a prefix), and `encode_sized` counts it.
       fingerprint: hexadecimal SHA-256 of kind and definition. Tokenizers with equal fingerprints encode alike.
+      former_fingerprint: the one that data prepared by older versions has.
     """
 
     @property
@@ -60,6 +61,9 @@ class Tokenizer(Protocol):
 
     @property
     def fingerprint(self) -> str: ...
+
+    @property
+    def former_fingerprint(self) -> str: ...
 
     def encode(self, text: str, /) -> np.ndarray:
         """Return the token ids of `text`, int32 [num_tokens]. Raises ValueError if it is no str, or not valid Unicode."""
@@ -213,7 +217,7 @@ class ByteTokenizer(WithControl):
     vocab_size = 256
     control_tokens: Mapping[str, Control] = {}
     is_exact = True
-    fingerprint = fingerprint("byte")
+    fingerprint = former_fingerprint = fingerprint("byte")
 
     def __init__(self) -> None:
         self.bytes_per_token = np.ones(256, np.int32)

@@ -127,7 +127,7 @@ def import_weights(
             params = _params(model, shapes, pieces, folder)
             state = state_lib.TrainState(params, None, jax.random.key(config.seed), jnp.zeros((), jnp.int32))
             with Checkpoints(partial / "checkpoints", config.keep) as checkpoints:
-                checkpoints.save(state, [None], to_dict(config))
+                checkpoints.save(state, [None], to_dict(config), text.fingerprint)
     return Converted(family.name, sum(x.size for x in jax.tree.leaves(shapes)), len(folder.tensors), len(extra))
 
 

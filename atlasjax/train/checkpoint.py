@@ -1,7 +1,7 @@
 """Checkpoints: one folder per step with model, optimizer, PRNG key, step, data position and configuration (Orbax v1).
 
     checkpoints/<step>/params, optimizer, progress      arrays (Orbax OCDBT); ema, if there is a moving average
-    checkpoints/<step>/position, config, integrity      JSON
+    checkpoints/<step>/position, config, integrity      JSON; integrity has the fingerprint of the run's tokenizer too
 
 A step is written next to the others under a temporary name, and renamed when complete. A bucket has no rename: there a step has
 its final name from the start, and is complete once it contains commit_success.txt, which is written last.
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from atlasjax.data.pipeline import Position
 
 _JSON = ("position", "config", "integrity")
+_TOKENIZER = "tokenizer"
 _COMMITTED = "commit_success.txt"  # Orbax's marker in a bucket
 DEADLINE = 300  # seconds for a save of several processes: when one fails, the others wait for it until then
 LONGEST = 1200  # each failure doubles the deadline, in case the save was only slow, up to Orbax's own
@@ -142,7 +143,10 @@ class Checkpoints:
         """The folder of a step."""
         return self.directory / str(step)
 
-    def save(self, state: TrainState, positions: "Sequence[Position | None]", config: Mapping[str, object]) -> None:
+    def save(
+        self, state: TrainState, positions: "Sequence[Position | None]", config: Mapping[str, object],
+        tokenizer: str | None = None,
+    ) -> None:  # fmt: skip
         """Starts saving a state and returns as soon as its arrays are copied. First waits for the previous save.
 
         Args:
@@ -150,6 +154,7 @@ class Checkpoints:
             step 0 may have None as its optimizer state: a run that starts from it makes a new one.
           positions: the data position of each process, JSON-serializable.
           config: JSON form of the run's TrainConfig.
+          tokenizer: the fingerprint of the run's tokenizer.
 
         Raises:
           NonFiniteError: a parameter, a moment of it or its moving average has a NaN or infinite value. Nothing is written.
@@ -173,7 +178,11 @@ class Checkpoints:
             "progress": {"key": state.key, "step": state.step},
             "position": list(positions),
             "config": config,
-            "integrity": fingerprint["sums"] | _text_sums({"position": list(positions), "config": config}),
+            "integrity": {
+                **fingerprint["sums"],
+                **_text_sums({"position": list(positions), "config": config, _TOKENIZER: tokenizer}),
+                _TOKENIZER: tokenizer,
+            },
         }
         self._other_threads = set(threading.enumerate())
         with contextlib.ExitStack() as saving, self._starting(step):
@@ -221,6 +230,16 @@ class Checkpoints:
             return self._load(step, {})["config"]
         except CheckpointError as error:
             raise CheckpointError(f"Checkpoint {self.path(step)}: {error}") from error
+
+    def newest_tokenizer(self) -> tuple[int, str | None] | None:
+        """The newest checkpoint that can be read: its step and the fingerprint of the run's tokenizer. None: there is none.
+
+        Checkpoints of older versions, and those saved without it, have no fingerprint.
+        """
+        for step in reversed(self.steps()):
+            with contextlib.suppress(CheckpointError):
+                return step, self._load(step, {})["integrity"].get(_TOKENIZER)
+        return None
 
     def newest_config(self) -> dict[str, object] | None:
         """The config of the newest checkpoint whose config can be read, or None."""
@@ -314,8 +333,9 @@ class Checkpoints:
             for name, tree in arrays.items()
             for path, value in integrity.describe(tree)["sums"].items()
         }
-        # Checkpoints of older versions have no checksums of position and config.
-        sums |= {name: value for name, value in _text_sums(loaded).items() if name in saved}
+        # Checkpoints of older versions have no checksums of position, config and tokenizer.
+        texts = _text_sums({**loaded, _TOKENIZER: saved.get(_TOKENIZER)})
+        sums |= {name: value for name, value in texts.items() if name in saved}
         saved = {path: value for path, value in saved.items() if path in sums or path.startswith(_prefixes(arrays))}
         wrong = integrity.damaged(saved, sums)
         if wrong:
@@ -449,7 +469,7 @@ def complete_steps(directory: storage.AnyPath) -> list[int]:
 
 
 def _text_sums(content: Mapping[str, PyTree]) -> dict[str, int]:
-    return {f".{name}": integrity.text_sum(content[name]) for name in ("position", "config")}
+    return {f".{name}": integrity.text_sum(content[name]) for name in ("position", "config", _TOKENIZER)}
 
 
 def _prefixes(arrays: Iterable[str]) -> tuple[str, ...]:

@@ -408,7 +408,8 @@ class _Run:
             with self.timing.spend("checkpoint"):
                 self.confirm()
                 writer.commit()
-                self.checkpoints.save(state, setup_lib.all_positions(self.data), to_dict(self.config))
+                positions = setup_lib.all_positions(self.data)
+                self.checkpoints.save(state, positions, to_dict(self.config), self.setup.tokenizer.fingerprint)
             if first or wait:  # the first one, to learn how long one takes
                 self.checkpoints.wait()
 

@@ -159,13 +159,28 @@ def run_tokenizer(config: TrainConfig) -> Tokenizer:
 
     Raises:
       FileNotFoundError: the folder has checkpoints and no tokenizer; one that is trained again may be another one.
+      ValueError: the tokenizer in the folder is not the one that its checkpoints were trained with.
     """
     run_dir = run_folder(config.run_dir)
     if complete_steps(run_dir / "checkpoints"):
-        return load_tokenizer(run_dir / "tokenizer")
+        return _saved_tokenizer(run_dir)
     if config.init_from is not None:
-        return load_tokenizer(run_folder(config.init_from) / "tokenizer")
+        return _saved_tokenizer(run_folder(config.init_from))
     return make_tokenizer(config.data)
+
+
+def _saved_tokenizer(run_dir: storage.AnyPath) -> Tokenizer:
+    """The tokenizer of a run with checkpoints. What older versions have saved names none, and is believed."""
+    tokenizer = load_tokenizer(run_dir / "tokenizer")
+    with Checkpoints(run_dir / "checkpoints", clean=False) as checkpoints:
+        found = checkpoints.newest_tokenizer()
+    step, wanted = found or (0, None)
+    if wanted is not None and wanted != tokenizer.fingerprint:
+        raise ValueError(
+            f"{str(run_dir / 'tokenizer')!r} is not the tokenizer of the run in {str(run_dir)!r}: its fingerprint is "
+            f"{tokenizer.fingerprint[:12]}…, and that of the checkpoint of step {step} is {wanted[:12]}…. Put the run's own back."
+        )
+    return tokenizer
 
 
 # Read by `interop.text_ends` and `serve.chat`.

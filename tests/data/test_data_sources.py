@@ -2,6 +2,7 @@
 
 import importlib
 import itertools
+import os
 import pathlib
 import sys
 from pydoc_data.topics import topics
@@ -11,10 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from atlasjax.data import DataConfig, load_documents, load_text
+from atlasjax.data import DataConfig, load_documents, load_text, make_pipeline, make_tokenizer, prepare
 from atlasjax.data.documents import EveryNth, TextDocuments
 from atlasjax.data.parquet import ParquetDocuments
 from atlasjax.data.sources import embedded_documents
+from atlasjax.train.evaluations import text_data
 
 
 def everything(documents) -> list[str]:
@@ -103,6 +105,66 @@ def test_files_by_name_pattern_and_suffix(tmp_path):
     assert read(str(tmp_path), suffixes=(".rst",)) == ["C"]
     assert read(str(tmp_path / "c.rst"), str(tmp_path)) == ["C", "A", "B", "M"]
     assert read(str(tmp_path / "*.rst"), str(tmp_path / "c.rst")) == ["C"]
+
+
+def said(caplog) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "atlasjax.data.files"]
+
+
+def fill(folder):
+    """A folder with one file to read, a.txt, and everything else that may be in one."""
+    for name in ("b.csv", "c.csv", "d.txt.bz2", ".e.txt", ".git/f.txt", "book.txt/g.txt", "other/h.txt"):
+        path = folder / ("data" if not name.startswith("other") else "") / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("text")
+    data = folder / "data"
+    (data / "a.txt").write_text("a text that is read\n" * 9)
+    (data / "i.txt").touch()
+    for name, target in {"j": folder / "other", "k.txt": folder / "none", "l": data, "m.txt": data / "m.txt"}.items():
+        (data / name).symlink_to(target)
+    (data / "n.txt").symlink_to(folder / "other/h.txt")  # a link to a file is read
+    os.mkfifo(data / "o.txt")
+    return data
+
+
+def test_what_is_left_out_of_a_folder_is_counted_and_named_once(tmp_path, caplog):
+    data = fill(tmp_path)
+    config = DataConfig(source="text", paths=(str(data),), validation_fraction=0)
+    for _ in range(2):
+        assert len(load_documents(config, "train")) == 3
+    assert said(caplog) == [
+        f"atlasjax: left out of {str(data)!r}: empty: 1 ('{data}/i.txt'); hidden: 2 ('{data}/.e.txt', '{data}/.git'); "
+        f"links to folders: 2 ('{data}/j', '{data}/l'); links to nothing: 2 ('{data}/k.txt', '{data}/m.txt'); "
+        f"neither a file nor a folder: 1 ('{data}/o.txt'); other kinds: 3 ('{data}/b.csv', '{data}/c.csv', '{data}/d.txt.bz2')."
+    ]
+
+
+@pytest.mark.parametrize("use", ["prepare", "pattern", "evaluate"])
+def test_it_is_said_wherever_folders_are_read(tmp_path, caplog, use):
+    data = fill(tmp_path)
+    if use == "prepare":
+        (data / "a.jsonl").write_text('{"text": "the memory"}\n')
+        prepare(DataConfig(source="jsonl", paths=(str(data),), validation_fraction=0), tmp_path / "out", workers=1)
+        wanted = "other kinds: 7 ("
+    elif use == "pattern":
+        load_documents(DataConfig(source="text", paths=(f"{data}/*.txt",), validation_fraction=0), "train")
+        wanted = f"empty: 1 ('{data}/i.txt'); folders: 1 ('{data}/book.txt'); links to nothing: 2 ("
+    else:
+        make_pipeline(
+            text_data(DataConfig(sequence_length=8), (str(data),)), make_tokenizer(DataConfig()), "validation"
+        )
+        wanted = "links to folders: 2 ("
+    (line,) = said(caplog)
+    assert wanted in line
+
+
+def test_a_folder_of_other_files_says_what_it_has(tmp_path):
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "a.csv").write_text("a")
+    (tmp_path / "linked").symlink_to(tmp_path / "deep")
+    message = r"contains no \*.txt, \*.md file, .*Left out: links to folders: 1 .*; other kinds: 1 \('.*a.csv'\)"
+    with pytest.raises(FileNotFoundError, match=message):
+        load_documents(DataConfig(source="text", paths=(str(tmp_path),)), "train")
 
 
 def test_empty_file_in_a_folder_is_left_out(tmp_path):

@@ -183,6 +183,26 @@ def test_a_changed_text_is_damage(copy, name, value):
         assert checkpoints.newest_config() == CONFIG
 
 
+def test_the_tokenizer_of_a_run_is_kept_and_checked(copy):
+    file = copy / "8/integrity/data.json"
+    with Checkpoints(copy) as checkpoints:
+        assert checkpoints.newest_tokenizer() == (6, None)
+        checkpoints.save(make_state(8), [{"next": 8}], CONFIG, "abc")
+    with Checkpoints(copy) as checkpoints:
+        assert checkpoints.newest_tokenizer() == (8, "abc")
+    whole = json.loads(file.read_text())
+    for value in ("abd", None):
+        file.write_text(json.dumps({**whole, "tokenizer": value}))
+        with Checkpoints(copy) as checkpoints:
+            assert checkpoints.newest_tokenizer() == (6, None)
+            assert [step for step, _ in checkpoints.restore(abstract(make_state(8))).skipped] == [8]
+    old = {name: value for name, value in whole.items() if name not in ("tokenizer", ".tokenizer")}
+    file.write_text(json.dumps(old))
+    with Checkpoints(copy) as checkpoints:
+        assert checkpoints.newest_tokenizer() == (8, None)
+        assert checkpoints.restore(abstract(make_state(8))).step == 8
+
+
 def test_a_checkpoint_in_another_steps_folder_is_not_believed(copy):
     shutil.rmtree(copy / "4")
     shutil.copytree(copy / "2", copy / "4")

@@ -13,7 +13,7 @@ import pytest
 
 from atlasjax.config_json import to_dict
 from atlasjax.data import DataConfig
-from atlasjax.data.tokenizers import ByteTokenizer, make_tokenizer
+from atlasjax.data.tokenizers import BpeTokenizer, ByteTokenizer, make_tokenizer
 from atlasjax.distributed import MeshConfig
 from atlasjax.train import (
     Checkpoints,
@@ -338,6 +338,27 @@ def test_a_damaged_tokenizer(done, content, tmp_path):
     for use in (lambda: load_run(folder), lambda: train(dataclasses.replace(run, run_dir=str(folder)))):
         with pytest.raises(ConfigError, match=r"tokenizer .*(damaged|kind 3|missing)"):
             use()
+
+
+def test_a_tokenizer_of_the_same_size_is_not_believed(done, tmp_path):
+    run, _ = done
+    folder = shutil.copytree(run.run_dir, tmp_path / "copy")
+    BpeTokenizer.train(["x"], 256).save(folder / "tokenizer")
+    begun = dataclasses.replace(run, run_dir=str(tmp_path / "new"), init_from=str(folder))
+    for use in (
+        lambda: load_run(folder),
+        lambda: train(dataclasses.replace(run, run_dir=str(folder))),
+        lambda: train(begun),
+    ):
+        with pytest.raises(
+            ConfigError, match=r"copy/tokenizer' is not the tokenizer of the run in .*copy': its fingerprint is"
+        ):
+            use()
+    assert not (tmp_path / "new").exists()
+    for file in folder.glob("checkpoints/*/integrity/data.json"):  # as an older version wrote it
+        content = json.loads(file.read_text())
+        file.write_text(json.dumps({name: value for name, value in content.items() if "tokenizer" not in name}))
+    assert isinstance(load_run(folder).tokenizer, BpeTokenizer)
 
 
 def test_the_tokenizer_of_a_start_without_a_checkpoint_is_not_used(done, tmp_path):
