@@ -28,7 +28,7 @@ class GenerateCommand:
     prompt: str | None = None
     """Text to continue. None: "The ", or the text of --prompt-file and --memory."""
     prompt_file: str | None = None
-    """File of text (UTF-8) that is read before the prompt, and not printed."""
+    """File of text (UTF-8) to continue, in place of --prompt. It is not printed."""
     memory: str | None = None
     """File of --save-memory, whose text comes before all other."""
     save_memory: str | None = None
@@ -56,9 +56,7 @@ def run(arguments: Sequence[str]) -> None:
     for step, reason in loaded.skipped:
         print(f"atlasjax: the checkpoint of step {step} is unusable: {reason}", file=sys.stderr)
     model, tokenizer = loaded.model, loaded.tokenizer
-    # The texts are encoded one by one, so that the tokens are the same whether or not a memory was saved between them.
-    parts = [tokenizer.encode(part) for part in (text, prompt) if part]
-    before = np.concatenate(parts).tolist() if parts else []
+    tokens = tokenizer.encode(text or prompt)
     with user_errors():  # e.g. more tokens than the model has positions, or the memory of another model
         context = None
         if command.memory is not None:
@@ -68,24 +66,27 @@ def run(arguments: Sequence[str]) -> None:
                     f"memory is {command.memory!r}, which has {len(context.num_tokens)} texts; it should have one."
                 )
             print(f"atlasjax: {command.memory}: {_size_line(model.config, context)}", file=sys.stderr)
-        last = parts.pop() if parts and command.save_memory is None else None
-        longest = sum(map(len, parts)) + (0 if context is None else int(context.num_tokens.max()))
+        if context is None and not len(tokens):
+            raise ConfigError(
+                f"the text to continue, {(text or prompt)[:40]!r}, has no token in the tokenizer of this run."
+            )
+        longest = len(tokens) + (0 if context is None else int(context.num_tokens.max()))
         if command.save_memory is None:
-            longest += command.max_tokens + (0 if last is None else len(last))
+            longest += command.max_tokens
             model.check_length(longest, "prompt and max_tokens")
-        for part in parts:
-            context = read(model, part[None], context=context, max_length=longest)
         if command.save_memory is not None:
+            if len(tokens):
+                context = read(model, tokens[None], context=context, max_length=longest)
             assert context is not None
             save_context(model, context, command.save_memory)
             print(f"{command.save_memory}: {_size_line(model.config, context)}")
             return
         blocks = stream(
-            model, None if last is None else last[None], command.max_tokens, config=command.sampling, seed=command.seed,
+            model, tokens[None] if len(tokens) else None, command.max_tokens, config=command.sampling, seed=command.seed,
             vocab_size=tokenizer.vocab_size, context=context, num_samples=command.samples,
         )  # fmt: skip
         ends = text_ends(command.run_dir).ends
-    texts = [TextStream(tokenizer, before, command.stop, ends) for _ in range(command.samples)]
+    texts = [TextStream(tokenizer, tokens.tolist(), command.stop, ends) for _ in range(command.samples)]
     _print(prompt, texts, blocks)
 
 
@@ -96,6 +97,11 @@ def _checked(command: GenerateCommand) -> tuple[str, str]:
             raise ConfigError(f"{name} is {getattr(command, name)}; it should be at least 1.")
     if not 0 <= command.seed < 2**32:
         raise ConfigError(f"seed is {command.seed}; it should be in [0, 2^32).")
+    if command.prompt is not None and command.prompt_file is not None:
+        raise ConfigError(
+            f"--prompt and --prompt-file {command.prompt_file} both give the text; leave one out. --save-memory reads a file "
+            "once, and --memory with --prompt goes on from it."
+        )
     alone = command.prompt_file is None and command.memory is None
     prompt = command.prompt if command.prompt is not None else "The " if alone else ""
     if alone and not prompt:

@@ -1,10 +1,12 @@
 """`DataConfig`: what to read, how to cut it into sequences, and in what order."""
 
 import dataclasses
+import os
 import typing
+from collections.abc import Sequence
 from typing import Literal
 
-from atlasjax import check
+from atlasjax import check, storage
 from atlasjax.data.text import Errors, is_encoding
 from atlasjax.names import name_of, options_text, resolve, takes
 
@@ -95,10 +97,21 @@ class DataConfig:
     """Threads that read and tokenize ahead, at most 256. 0 reads in the caller's thread, which is best for text held in memory."""
 
     def __post_init__(self) -> None:
+        for name in (
+            "column",
+            "tfds_name",
+            "tfds_split",
+            "tfds_feature",
+            "tfds_validation_split",
+            "tokenizer",
+            "separator",
+        ):
+            check.require(isinstance(getattr(self, name), str), name, getattr(self, name), "a string")
         for name in ("paths", "suffixes", "validation_paths"):
             value = getattr(self, name)
-            if isinstance(value, str):
-                raise ValueError(f"{name} is {value!r}; it should be a tuple of strings.")
+            several = isinstance(value, Sequence) and not isinstance(value, str)
+            fits = several and all(isinstance(item, str | os.PathLike | storage.StorePath) for item in value)
+            check.require(fits, name, value, "a tuple of strings")
             object.__setattr__(self, name, tuple(str(item) for item in value))  # JSON has lists
         object.__setattr__(self, "weights", tuple(self.weights))
         object.__setattr__(self, "source", name_of("source", self.source))

@@ -60,6 +60,8 @@ class TfdsDocuments:
         text = self._source[index][self._feature]
         if isinstance(text, str):
             return text
+        if not isinstance(text, bytes):
+            raise ValueError(f"Feature {self._feature!r} of example {index} is {text!r:.80}; it should hold text.")
         try:
             return text.decode("utf-8")
         except UnicodeDecodeError as error:

@@ -35,12 +35,14 @@ class TextStream:
       stopped: whether a stop string or an end token was found. No more text follows.
 
     Raises:
-      ValueError: a stop string is empty.
+      ValueError: a stop string is empty, or no str.
     """
 
     def __init__(
         self, tokenizer: Decodes, before: Iterable[int] = (), stop: Sequence[str] = (), end_tokens: Iterable[int] = ()
     ):
+        if isinstance(stop, str) or not all(isinstance(one, str) for one in stop):
+            raise ValueError(f"stop is {stop!r:.200}; it should be a sequence of strings.")
         if "" in stop:
             raise ValueError("stop is ''; a stop string should have at least one character.")
         self.stopped = False

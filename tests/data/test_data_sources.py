@@ -404,6 +404,11 @@ def test_views_select_what_they_say(n):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
+        ({"separator": 5}, "separator is 5; it should be a string"),
+        ({"column": True}, "column is True; it should be a string"),
+        ({"tokenizer": 300}, "tokenizer is 300; it should be a string"),
+        ({"source": "text", "paths": (5,)}, r"paths is \(5,\); it should be a tuple of strings"),
+        ({"source": "text", "paths": 5}, "paths is 5; it should be a tuple of strings"),
         ({"source": "txt"}, "Unknown data source 'txt'. Did you mean 'text'"),
         ({"packing": "document"}, "Did you mean 'documents'"),
         ({"held_out": "tial"}, "Did you mean 'tail'"),
