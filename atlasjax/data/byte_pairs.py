@@ -54,6 +54,7 @@ class BpeTokenizer(WithControl):
             raise ValueError(
                 f"The tokenizer {name!r} is not a byte-level BPE, so its tokens cannot be counted in bytes."
             )
+        self._tokenizer.model.dropout = None  # a file may leave out merges at random
         vocabulary = self._tokenizer.get_vocab()
         ids = vocabulary.values()
         if not ids or max(ids) >= _MAX_IDS * len(ids):
