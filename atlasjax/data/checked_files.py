@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 _OPEN_FILES = 256  # per process
-_BLOCK = 2**22  # bytes read at once
+_BLOCK = 2**20  # bytes read at once
 _THREADS = 4
 _Key = tuple[str, int, int]
 

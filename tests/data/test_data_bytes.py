@@ -82,7 +82,7 @@ TOKENIZERS = st.builds(
 )  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(tokenizer=TOKENIZERS, text=TEXTS)
 def test_the_bytes_of_the_tokens_are_those_of_the_text(tokenizer, text):
     ids, sizes = tokenizer.encode_sized(text)
@@ -236,7 +236,7 @@ def test_control_tokens_of_a_template_are_ids_and_those_of_its_content_are_text(
     np.testing.assert_array_equal(tokenizer.encode_controlled(tokenizer.guarded(text)), tokenizer.encode(text))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(parts=st.lists(st.sampled_from(["<", "/s>", "</", "s", ">", "</s>", "<|end|>", "|end|>", "<|", "a", " ", "\n"]), max_size=8),
        before=st.sampled_from(["", "<", "</", "<|end", "a"]), after=st.sampled_from(["", "/s>", ">", "|end|>", "a"]),
        strip=st.booleans())  # fmt: skip
