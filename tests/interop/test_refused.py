@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from atlasjax import cli
+from atlasjax.data.tokenizers import BpeTokenizer
 from atlasjax.interop import FAMILIES, export_weights, import_weights
 from atlasjax.train import Checkpoints
 from atlasjax.train.errors import CheckpointError, ConfigError
@@ -290,6 +291,16 @@ def test_refuses_places_and_tokenizers(tmp_path):
             call()
     with pytest.raises(ConfigError, match=r"there is no run in it"):
         export_weights(run_dir, tmp_path / "out")
+
+
+def test_refuses_another_tokenizer_of_the_same_size(tmp_path):
+    import_weights(peers.write(tmp_path / "source", "mamba2"), tmp_path / "run", tokenizer="byte")
+    BpeTokenizer.train(["x"], 256).save(tmp_path / "run/tokenizer")
+    with pytest.raises(
+        ConfigError, match=r"run/tokenizer' is not the tokenizer of the run in .*run': its fingerprint is"
+    ):
+        export_weights(tmp_path / "run", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_refuses_a_small_vocabulary(tmp_path):
