@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "atlasjax.config_json": {"atlasjax.names"},
     "atlasjax.memory": {"atlasjax.storage", "pallas_kernels"} | FOUNDATION,
     "atlasjax.rules": {"atlasjax.memory"} | FOUNDATION,
-    "atlasjax.mixers": {"atlasjax", "atlasjax.memory", "atlasjax.rules"} | FOUNDATION,
+    "atlasjax.mixers": {"atlasjax", "atlasjax.memory", "atlasjax.rules", "atlasjax.storage"} | FOUNDATION,
     "atlasjax.storage": {"atlasjax", "atlasjax.names"},
     "atlasjax.data": {"atlasjax", "atlasjax.storage"} | FOUNDATION,
     "atlasjax.nn": {

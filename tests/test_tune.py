@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import time
 
 import jax
@@ -245,12 +246,42 @@ def test_a_backend_that_is_gone_is_not_taken(registry):
     assert backends._preferred(RULE, q, q) == []
 
 
-def test_a_damaged_file_is_no_choice(registry, tmp_path):
-    (tmp_path / tuned.FILE).write_text("[1, 2")
-    with pytest.warns(
-        UserWarning, match=r"tuned.json cannot be read .*; its choices do not count. Run `atlasjax tune` again"
-    ):
+@pytest.mark.parametrize("content", [b"[1, 2", b"\xff\xfe", b"{}", b"[" * 100_000, b"[[1], 2, null]"])
+def test_a_damaged_file_is_no_choice(registry, tmp_path, content):
+    (tmp_path / tuned.FILE).write_bytes(content)
+    q = jnp.zeros((1, 8, 2, 4))
+    words = r"tuned.json cannot be read .*; its choices do not count, .* Run `atlasjax tune` again"
+    with pytest.warns(UserWarning, match=words) as said:
+        assert [tuned.choice_for(RULE, q, q) for _ in range(2)] == [None, None]
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize(("field", "value"), [
+    ("shape", ["a", 1, 1]), ("shape", [1]), ("shape", [10**400, 1, 1]), ("shape", 5), ("shape", [0, 1, 1]),
+    ("ratio_to_xla", "fast"), ("ratio_to_xla", float("nan")), ("implementation", 5), ("backend", None),
+    ("key_dim", "4"), ("dtype", {}),
+])  # fmt: skip
+def test_a_damaged_row_is_no_choice(registry, tmp_path, field, value):
+    row = dataclasses.asdict(choice(tuned.key_of(RULE, 4, 4, "float32"), "xla"))
+    (tmp_path / tuned.FILE).write_text(json.dumps([{**row, field: value}]))
+    q = jnp.zeros((1, 8, 2, 4))
+    with pytest.warns(UserWarning, match="tuned.json cannot be read"):
+        assert tuned.choice_for(RULE, q, q) is None
+
+
+def test_a_fifo_or_a_link_in_the_place_of_the_file(registry, tmp_path):
+    """A FIFO is not waited for; a link is replaced, and what it leads to stays."""
+    os.mkfifo(tmp_path / tuned.FILE)
+    with pytest.warns(UserWarning, match="tuned.json cannot be read .it is not a file"):
         assert tuned.read() == {}
+    (tmp_path / tuned.FILE).unlink()
+    (tmp_path / "precious").write_text("[]")
+    for name in (tuned.FILE, f".{tuned.FILE}.{os.getpid()}"):
+        (tmp_path / name).symlink_to("precious")
+    made = choice(tuned.key_of(RULE, 4, 4, "float32"), "xla")
+    tuned.write(made)
+    assert (tmp_path / "precious").read_text() == "[]"
+    assert tuned.read() == {made.key: [made]}
 
 
 def test_a_row_of_another_version_is_kept_and_does_not_count(registry, tmp_path):

@@ -43,7 +43,7 @@ def run(arguments: Sequence[str]) -> None:
     shown = _Shown()
     with user_errors():
         try:
-            there = (storage.path(command.out).expanduser() / FILE).exists()
+            there = (storage.expanded(command.out) / FILE).exists()
             manifest = prepare(
                 command.data, command.out, workers=workers, shard_tokens=command.shard_tokens, on_report=shown
             )

@@ -9,7 +9,6 @@ interrupted preparation resumes with the unfinished files. The result depends on
 
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import importlib.metadata
 import itertools
@@ -31,6 +30,7 @@ from atlasjax.data.token_files import TokenFile, TokenFiles, TokenWriter
 from atlasjax.data.tokenizers import TRAINING_CHARACTERS, Tokenizer, load_tokenizer, make_tokenizer
 from atlasjax.data.windows import ending, token_dtype, with_sizes
 from atlasjax.data.workers import Task, run_tasks
+from atlasjax.storage import locks
 
 SHARD_TOKENS = 2**26
 _REQUEST = "prepare.json"
@@ -105,7 +105,7 @@ def prepare(
     check.require(check.is_integer(workers, 0), "workers", workers, "an integer of at least 0")
     check.require(check.is_integer(shard_tokens, 1), "shard_tokens", shard_tokens, "an integer of at least 1")
     request = _request(config) | {"shard_tokens": shard_tokens}
-    target = storage.path(directory).expanduser()
+    target = storage.expanded(directory)
     if isinstance(target, storage.StorePath):
         return _prepare_in_store(config, target, request, workers, shard_tokens, on_report)
     folder = target
@@ -233,11 +233,11 @@ def _check_same(folder: storage.AnyPath, saved: dict[str, object], wanted: dict[
 
 @contextlib.contextmanager
 def _locked(folder: pathlib.Path) -> Iterator[None]:
-    with open(folder / "lock", "a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"Another process is preparing data in {str(folder)!r}.") from None
+    try:
+        lock = locks.take(folder / "lock")
+    except locks.HeldError as error:
+        raise ValueError(f"Another process is preparing data in {str(folder)!r} ({error.holder}).") from None
+    with lock:
         yield
 
 

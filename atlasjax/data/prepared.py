@@ -41,7 +41,7 @@ def open_prepared(config: DataConfig, tokenizer: Tokenizer, split: Split) -> tup
     """
     files, sets = [], []
     for name in config.paths:
-        folder = storage.path(name).expanduser()
+        folder = storage.expanded(name)
         manifest = read_manifest(folder)
         _check(name, manifest, config, tokenizer, split)
         if isinstance(folder, storage.StorePath):

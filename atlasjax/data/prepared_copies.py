@@ -11,7 +11,6 @@ import fcntl
 import hashlib
 import os
 import pathlib
-import secrets
 import shutil
 import threading
 import zlib
@@ -101,11 +100,10 @@ def _complete(folder: storage.StorePath, copy: pathlib.Path, manifest: Manifest)
 def _fetch(folder: storage.StorePath, copy: pathlib.Path, part: Part, last_end: int | None) -> None:
     """Copies a file. last_end: of ends without a checksum, the last one."""
     source, target = folder / part.name, copy / part.name
-    partial = target.with_name(f".{target.name}.{secrets.token_hex(8)}.partial")
     found = checksum = 0
     block = last = b""
-    try:
-        with storage.explaining(source), source.open() as stream, open(partial, "xb") as written:
+    with storage.replacing(target) as written:
+        with storage.explaining(source), source.open() as stream:
             while block := stream.read(_BLOCK):
                 written.write(block)
                 found, checksum, last = found + len(block), zlib.crc32(block, checksum), block
@@ -115,9 +113,6 @@ def _fetch(folder: storage.StorePath, copy: pathlib.Path, part: Part, last_end: 
             )
         if checksum != part.crc32 if part.crc32 is not None else _ends_at(last[-END.itemsize :]) != last_end:
             raise ValueError(f"The prepared file {str(source)!r} is damaged: its checksum is not that of the manifest.")
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _ends_at(last: bytes) -> int:

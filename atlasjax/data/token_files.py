@@ -14,7 +14,7 @@ import os
 import pathlib
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -82,7 +82,7 @@ class TokenWriter:
     def __init__(self, folder: pathlib.Path, name: str, dtype: np.dtype, *, sized: bool = False):
         self._name, self._dtype = name, dtype.newbyteorder("<")
         kinds = ("tokens", "ends", *(("sizes",) if sized else ()))
-        self._files = {kind: open(folder / f"{name}.{kind}", "wb", buffering=_BUFFER) for kind in kinds}  # noqa: SIM115
+        self._files = {kind: _created(folder / f"{name}.{kind}") for kind in kinds}
         self._crc32 = dict.fromkeys(kinds, 0)
         self._documents = self._tokens = self._num_bytes = 0
 
@@ -120,6 +120,15 @@ class TokenWriter:
             self._name, self._documents, self._tokens, self._num_bytes, self._crc32["tokens"], self._crc32["ends"],
             self._crc32.get("sizes"),
         )  # fmt: skip
+
+
+def _created(path: pathlib.Path) -> BinaryIO:
+    """A new file in the place of what is there, which is not written through if it is a link.
+
+    It need not appear whole: its folder is locked, and it counts only when its description is written after it.
+    """
+    path.unlink(missing_ok=True)
+    return open(path, "xb", buffering=_BUFFER)
 
 
 class TokenFiles:

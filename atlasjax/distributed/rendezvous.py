@@ -6,18 +6,23 @@ takes over the port.
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import socket
 import sys
 import time
 from collections.abc import Mapping
-from typing import TypedDict, cast
+from typing import Any, TypedDict, cast
 
 _RETRY = 0.5  # seconds between two attempts to reach process 0
 _REMIND = 15.0  # seconds between two lines about the processes that are still missing
 _GRACE = 10.0  # seconds for the answer to arrive after process 0 has stopped waiting
 _LONGEST = 2**22  # maximum bytes of a report
+_STRANGERS = 64  # connections without a report at a time, besides those of the job
+_REFUSED_NAMED = 20  # lines about them
+_MOST = 2**24  # processes
+_LONGEST_NAME = 255  # characters of a host's name
 _NAMED = 4  # differences, processes and hosts named in one line
 
 
@@ -143,15 +148,13 @@ async def _listen(listener: socket.socket, count: int, mine: Report, timeout: fl
     callers: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
     complete = asyncio.Event()
 
+    strangers = _Strangers(count)
+
     async def receive(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            report = json.loads(await asyncio.wait_for(reader.readline(), _GRACE))
-            index = report["process"]
-            if not (isinstance(index, int) and {"host", "pid", "facts", "processes"} <= report.keys()):
-                raise ValueError
-        except (ValueError, TypeError, KeyError, AttributeError, OSError):
-            writer.close()  # not a process of the job, for example a port scanner
+        report = await strangers.report(reader, writer)
+        if report is None:
             return
+        index = report["process"]
         before = reports.get(index)
         if before is not None and (before["host"], before["pid"]) != (report["host"], report["pid"]):
             twice.append((before, report))
@@ -172,6 +175,7 @@ async def _listen(listener: socket.socket, count: int, mine: Report, timeout: fl
             absent = _named([str(index) for index in range(count) if index not in reports])
             print(f"Waiting for {count - len(reports)} of {count} processes: {absent}.", file=sys.stderr, flush=True)
     server.close()
+    await strangers.turn_away()
     wrong = _same_index(*twice[0]) if twice else differences(reports)
     verdict: Verdict = {
         "missing": [] if wrong else [index for index in range(count) if index not in reports],
@@ -182,10 +186,115 @@ async def _listen(listener: socket.socket, count: int, mine: Report, timeout: fl
         writer.write(json.dumps(verdict).encode() + b"\n")
     # The callers close first, so that no connection keeps the port busy.
     if callers:
-        await asyncio.wait([asyncio.create_task(reader.read()) for reader, _ in callers], timeout=_GRACE)
+        await asyncio.wait([asyncio.create_task(_to_end(reader)) for reader, _ in callers], timeout=_GRACE)
     for _, writer in callers:
         writer.close()
     return verdict
+
+
+class _Strangers:
+    """Whoever calls process 0 and has not sent a report yet: a process of the job, or a port scanner, a browser, another program.
+
+    One that sends something else, or nothing for too long, is sent away with a line; of too many, the one that came first.
+
+    Args:
+      count: number of processes of the job.
+    """
+
+    def __init__(self, count: int):
+        self._most = count + _STRANGERS
+        self._waiting: dict[asyncio.Task[bytes], None] = {}
+        self._refused = 0
+        self._over = False
+
+    async def report(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Report | None:
+        """What a caller reports. None, and it is sent away, if it is no process of the job."""
+        line = asyncio.ensure_future(reader.readline())
+        self._waiting[line] = None
+        while len(self._waiting) > self._most:
+            oldest = next(iter(self._waiting))
+            del self._waiting[oldest]
+            oldest.cancel()
+        try:
+            await asyncio.wait([line], timeout=_GRACE)
+            if not line.done():
+                raise ValueError(f"it sent no report within {_GRACE:g} s")
+            if line.cancelled():
+                raise ValueError("it sent no report, and others came")
+            return _report(line.result())
+        except (ValueError, RecursionError, OSError) as error:
+            self._refuse(writer, error)
+            return None
+        finally:
+            self._waiting.pop(line, None)
+            line.cancel()
+
+    async def turn_away(self) -> None:
+        """Ends what is left, when the job is complete."""
+        self._over = True
+        for line in self._waiting:
+            line.cancel()
+        await asyncio.sleep(0)
+
+    def _refuse(self, writer: asyncio.StreamWriter, error: Exception) -> None:
+        writer.transport.abort()  # what is not read is not waited for
+        self._refused += 1
+        if self._refused <= _REFUSED_NAMED and not self._over:
+            peer = writer.get_extra_info("peername")
+            more = " Others are not named." if self._refused == _REFUSED_NAMED else ""
+            print(
+                f"Process 0 sent away {peer[0] if peer else 'a caller'}, which is no process of this job: {error}; it goes on "
+                f"waiting.{more}",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
+
+
+def _report(line: bytes) -> Report:
+    """A report as JSON. Raises ValueError if it is none."""
+    found = _object(line)
+    types = {"process": int, "processes": int, "host": str, "pid": int, "facts": dict}
+    for name, kind in types.items():
+        if type(found.get(name)) is not kind:  # True is no number of a process
+            raise ValueError(f"its message has no {name!r} of type {kind.__name__}")
+    if not 0 <= found["process"] < found["processes"] <= _MOST or len(found["host"]) > _LONGEST_NAME:
+        raise ValueError("its message has an index or a host that cannot be")
+    try:
+        _entries(found["facts"])
+    except RecursionError:
+        raise ValueError("its message is nested too deeply") from None
+    return cast(Report, found)
+
+
+def _verdict(line: bytes) -> Verdict:
+    """The answer of process 0 as JSON. Raises ValueError if it is none."""
+    found = _object(line)
+    if not isinstance(found.get("differences"), str):
+        raise ValueError("what answers there is no process 0 of atlasjax")
+    for name, kind in (("missing", int), ("hosts", str)):
+        values = found.get(name)
+        if not isinstance(values, list) or not all(type(value) is kind for value in values):
+            raise ValueError("what answers there is no process 0 of atlasjax")
+    return cast(Verdict, found)
+
+
+def _object(line: bytes) -> dict[str, Any]:
+    """A line's JSON object. Raises ValueError if it has none, or is not a whole line."""
+    if not line.endswith(b"\n"):
+        raise ValueError("its message ends in the middle" if line else "it sent nothing")
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError("its message is not a JSON object")
+    return found
+
+
+async def _to_end(reader: asyncio.StreamReader) -> None:
+    """Reads until the other side closes, and keeps nothing of it."""
+    with contextlib.suppress(OSError):
+        while await reader.read(2**16):
+            pass
 
 
 async def _call(coordinator: str, report: Report, deadline: float, timeout: float) -> Verdict:
@@ -202,7 +311,7 @@ async def _call(coordinator: str, report: Report, deadline: float, timeout: floa
                 writer.write(json.dumps(report).encode() + b"\n")
                 left = deadline - time.monotonic() + _GRACE
                 if line := await asyncio.wait_for(reader.readline(), left):
-                    return cast(Verdict, dict(json.loads(line)))
+                    return _verdict(line)
                 problem = "it ended"  # it may be started again
             finally:
                 writer.close()

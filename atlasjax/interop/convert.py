@@ -1,15 +1,12 @@
 """Import of a folder of public weights as a run, and export of a run as such a folder."""
 
 import collections
-import contextlib
 import dataclasses
 import json
 import math
 import os
 import pathlib
-import secrets
-import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
 import jax
@@ -30,7 +27,7 @@ from atlasjax.interop.manifest import PEER
 from atlasjax.interop.tensors import listed
 from atlasjax.interop.text_ends import text_ends_in
 from atlasjax.nn import ModelConfig, logical_axes
-from atlasjax.storage import AnyPath, local_path, write_whole
+from atlasjax.storage import AnyPath, local_path, new_folder, write_whole
 from atlasjax.train import state as state_lib
 from atlasjax.train.checkpoint import Checkpoints, check_path
 from atlasjax.train.config import TrainConfig, run_folder
@@ -118,7 +115,7 @@ def import_weights(
         if os.path.lexists(target):
             raise ConfigError(f"run_dir is {str(target)!r}, which exists; give a new folder.")
         config = TrainConfig(model=model, data=DataConfig(tokenizer=spec), run_dir=str(target))
-        with _appears_whole(target) as partial:
+        with new_folder(target) as partial:
             text.save(partial / "tokenizer")
             write_whole(partial / "config.json", (json.dumps(to_dict(config), indent=2) + "\n").encode())
             _copy(source, partial / PEER, _COPIED)
@@ -184,7 +181,7 @@ def export_weights(
     else:
         files = imported["files"]
     extra = kept.names((name for content in files.values() for name in content["tensors"]), family.kept)
-    with kept.opened(peer, extra) as others, _appears_whole(target) as partial:
+    with kept.opened(peer, extra) as others, new_folder(target) as partial:
         beside = {} if others is None else others.tensors
         if imported is not None:
             manifest.check_names(peer, imported, pieces, beside)
@@ -376,16 +373,3 @@ def _copy(source: AnyPath, target: pathlib.Path, names: Iterable[str] | Mapping[
         if (source / name).is_file():
             renamed = names[name] if isinstance(names, Mapping) else name
             write_whole(target / renamed, (source / name).read_bytes())
-
-
-@contextlib.contextmanager
-def _appears_whole(target: pathlib.Path) -> Iterator[pathlib.Path]:
-    """A folder beside `target` that is renamed to it at the end, or removed after an error."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".{target.name}.{secrets.token_hex(8)}.partial")
-    partial.mkdir()
-    try:
-        yield partial
-        partial.rename(target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)

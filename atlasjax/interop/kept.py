@@ -2,11 +2,10 @@
 
 import contextlib
 import pathlib
-import tempfile
 from collections.abc import Iterable, Iterator
 
 from atlasjax.interop import tensors
-from atlasjax.storage import AnyPath, write_whole
+from atlasjax.storage import AnyPath, temporary_folder, write_whole
 from atlasjax.storage.tensors import DTYPES
 from atlasjax.train.errors import ConfigError
 
@@ -51,7 +50,7 @@ def opened(peer: AnyPath, kept: frozenset[str]) -> Iterator[tensors.Folder | Non
             if not local.is_dir():
                 raise ConfigError(f"{str(local)!r}, with {len(kept)} tensors of the import, is missing.")
         else:  # files of a store cannot be mapped
-            local = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            local = stack.enter_context(temporary_folder("kept"))
             write_whole(local / tensors.FILE, (peer / _KEPT / tensors.FILE).read_bytes())
         folder = stack.enter_context(tensors.Folder(local))
         missing = sorted(kept - folder.tensors.keys())

@@ -137,7 +137,7 @@ def write(
       make: name → the array, of that dtype and shape.
       metadata: text that the file carries.
     """
-    with open(path, "xb") as file:
+    with open(path, "xb") as file:  # in a folder that appears whole
         for part in encoded(tensors, make, metadata):
             file.write(part)
 

@@ -11,14 +11,13 @@ import hashlib
 import inspect
 import json
 import math
-import os
 import pathlib
 import warnings
 
 import jax
 import jax.numpy as jnp
 
-from atlasjax import cache
+from atlasjax import cache, check, storage
 
 FILE = "tuned.json"
 Key = tuple[str, str, str, str, int, int, str]  # what a choice is for: device, versions, rule, head sizes and dtype
@@ -65,6 +64,16 @@ class Choice:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(self.shape))  # a list in JSON
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type is str:
+                check.require(isinstance(value, str), field.name, value, "a string")
+        for name in ("key_dim", "value_dim"):
+            check.integer("Choice", name, getattr(self, name))
+        sizes = len(self.shape) == 3 and all(check.is_integer(size, 1) and size < 2**63 for size in self.shape)
+        check.require(sizes, "shape", self.shape, "three sizes")
+        ratio = self.ratio_to_xla
+        check.require(check.is_finite(ratio) and ratio >= 0, "ratio_to_xla", ratio, "a number of at least 0")
 
     @property
     def key(self) -> Key:
@@ -112,11 +121,17 @@ def key_of(rule: object, key_dim: int, value_dim: int, dtype: jax.typing.DTypeLi
 
 
 def read(folder: pathlib.Path | None = None) -> dict[Key, list[Choice]]:
-    """The choices of the cache folder by key. What cannot be read does not count, with a warning."""
+    """The choices of the cache folder by key. What cannot be read does not count, with one warning that names the file.
+
+    A damaged cache stops no `memory.scan`: without it, the library's own table decides (`fastest`).
+    """
     path = (folder or cache.folder()) / FILE
     try:
         modified = path.stat().st_mtime_ns
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except OSError as error:
+        _warn_once(path, str(error))
         return {}
     return _read(path, modified)[0]
 
@@ -125,30 +140,39 @@ def read(folder: pathlib.Path | None = None) -> dict[Key, list[Choice]]:
 def _read(path: pathlib.Path, modified: int) -> tuple[dict[Key, list[Choice]], list[object]]:
     """The choices of a file by key, and its rows that are none, such as those of another version of this library."""
     try:
-        rows = json.loads(path.read_text())
+        if not path.is_file():  # reading a FIFO would wait for ever
+            raise ValueError("it is not a file")
+        rows = json.loads(path.read_bytes())
         if not isinstance(rows, list):
             raise ValueError("it is not a list")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         _warn(path, error)
         return {}, []
     choices: dict[Key, list[Choice]] = {}
     others: list[object] = []
+    wrong: list[Exception] = []
     for row in rows:
         try:
             choice = Choice(**row)
-            hash((choice.key, choice.shape))
-            math.prod(choice.shape)
             choices.setdefault(choice.key, []).append(choice)
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             others.append(row)
-            _warn(path, error)
+            wrong.append(error)
+    if wrong:
+        more = f", and {len(wrong) - 1} more rows" if wrong[1:] else ""
+        _warn(path, f"{wrong[0]}{more}")
     return choices, others
 
 
-def _warn(path: pathlib.Path, error: Exception) -> None:
+def _warn(path: pathlib.Path, problem: object) -> None:
     warnings.warn(
-        f"{path} cannot be read ({error}); its choices do not count. Run `atlasjax tune` again.", stacklevel=3
+        f"{path} cannot be read ({problem}); its choices do not count, those of the library do. Run `atlasjax tune` "
+        "again, or remove the file.",
+        stacklevel=3,
     )
+
+
+_warn_once = functools.lru_cache(maxsize=4)(_warn)
 
 
 def write(choice: Choice, folder: pathlib.Path | None = None) -> pathlib.Path:
@@ -162,10 +186,8 @@ def write(choice: Choice, folder: pathlib.Path | None = None) -> pathlib.Path:
     path = folder / FILE
     found, others = _read(path, path.stat().st_mtime_ns) if path.exists() else ({}, [])
     kept = [one for group in found.values() for one in group if (one.key, one.shape) != (choice.key, choice.shape)]
-    beside = path.with_name(f".{FILE}.{os.getpid()}")
     rows = [*others, *map(dataclasses.asdict, [*kept, choice])]
-    beside.write_text(json.dumps(rows, indent=1) + "\n")
-    beside.replace(path)
+    storage.write_whole(path, (json.dumps(rows, indent=1) + "\n").encode())
     return path
 
 

@@ -6,14 +6,15 @@ from atlasjax.storage.paths import (
     AnyPath,
     StoreError,
     StorePath,
+    expanded,
     explained,
     explaining,
     is_outage,
     local_path,
     path,
     read_object,
-    write_whole,
 )
+from atlasjax.storage.writing import new_folder, replacing, sweep, temporary_folder, write_whole
 
 __all__ = [
     "AccessError",
@@ -21,13 +22,18 @@ __all__ = [
     "Log",
     "StoreError",
     "StorePath",
+    "expanded",
     "explained",
     "explaining",
     "is_outage",
     "local_path",
+    "new_folder",
     "open_log",
     "path",
     "read_log",
     "read_object",
+    "replacing",
+    "sweep",
+    "temporary_folder",
     "write_whole",
 ]

@@ -108,10 +108,6 @@ class StorePath:
         """Itself: a URL is absolute."""
         return self
 
-    def expanduser(self) -> "StorePath":
-        """Itself: a URL has no home folder."""
-        return self
-
     def exists(self) -> bool:
         """Whether it is a file, or a folder with a file in it."""
         return self._kind() is not None
@@ -264,6 +260,19 @@ def path(name: "str | os.PathLike[str] | StorePath") -> AnyPath:
     return pathlib.Path(text)
 
 
+def expanded(name: "str | os.PathLike[str] | StorePath") -> AnyPath:
+    """As `path`, where "~" at the beginning is the home folder.
+
+    Raises:
+      ValueError: as `path`; or there is no such user.
+    """
+    found = path(name)
+    try:
+        return found if isinstance(found, StorePath) else found.expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"{str(found)!r} names a folder that is not known here: {error}") from None
+
+
 def local_path(name: str | os.PathLike[str]) -> pathlib.Path:
     """The path of this machine that a string names, where a store cannot be read or written.
 
@@ -291,33 +300,6 @@ def read_object(path: AnyPath) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{str(path)!r} is not JSON ({error}).") from None
     return found if isinstance(found, dict) else {}
-
-
-def write_whole(path: AnyPath, content: bytes) -> None:
-    """Write a file atomically: it appears complete or not at all.
-
-    On a disk, the temporary file beside it has an unpredictable name and must not exist before, so nothing is written through a
-    link.
-
-    Raises:
-      FileNotFoundError: its folder is not there.
-      OSError: the file cannot be written.
-    """
-    if isinstance(path, StorePath):
-        path.write_bytes(content)
-        return
-    import secrets
-
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"{str(path)!r} cannot be written: there is no folder {str(path.parent)!r}.")
-
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
-    try:
-        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:
-            file.write(content)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

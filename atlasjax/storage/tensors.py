@@ -13,7 +13,8 @@ import numpy as np
 from jaxtyping import PyTree
 
 import atlasjax
-from atlasjax.storage.paths import AnyPath, write_whole
+from atlasjax.storage.paths import AnyPath
+from atlasjax.storage.writing import write_whole
 
 _NUMBERS = {"F64": "f8", "F32": "f4", "F16": "f2", "I64": "i8", "I32": "i4", "I16": "i2", "I8": "i1", "U64": "u8",
             "U32": "u4", "U16": "u2", "U8": "u1", "BOOL": "?"}  # fmt: skip

@@ -12,7 +12,6 @@ import importlib.metadata
 import pathlib
 import platform
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 
 import jax
@@ -71,7 +70,7 @@ class CompiledPrograms:
             loaded = {}
         if _all_have(loaded):
             for name, content in loaded.items():
-                (self._local / name).write_bytes(content)
+                (self._local / name).write_bytes(content)  # a folder of this process
             self._known = set(loaded)
 
     def save(self) -> None:
@@ -131,10 +130,10 @@ def kept(config: TrainConfig, say: Say) -> Iterator[CompiledPrograms | None]:
     # Of these paths, JAX makes those of XLA's own caches part of an entry's name; a temporary one would never be found again.
     names = ("jax_compilation_cache_dir", "jax_persistent_cache_enable_xla_caches")
     before = {name: jax.config.values[name] for name in names}
-    with tempfile.TemporaryDirectory(prefix="atlasjax-compiled-") as local:
-        programs = CompiledPrograms(run_folder(config.run_dir) / "compiled" / environment(), pathlib.Path(local), say)
+    with storage.temporary_folder("compiled") as local:
+        programs = CompiledPrograms(run_folder(config.run_dir) / "compiled" / environment(), local, say)
         programs.load()
-        _configure({"jax_compilation_cache_dir": local, "jax_persistent_cache_enable_xla_caches": "none"})
+        _configure({"jax_compilation_cache_dir": str(local), "jax_persistent_cache_enable_xla_caches": "none"})
         try:
             yield programs
         finally:

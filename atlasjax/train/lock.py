@@ -4,16 +4,13 @@ In a bucket, which has no locks, a lease takes its place (`storage.lease`), whic
 """
 
 import contextlib
-import fcntl
-import os
 import pathlib
-import socket
 from collections.abc import Callable, Iterator
 
 import jax
 import numpy as np
 
-from atlasjax.storage import AnyPath, StorePath, lease
+from atlasjax.storage import AnyPath, StorePath, lease, locks
 
 _FILE = "lock"
 
@@ -34,7 +31,7 @@ def hold(run_dir: AnyPath) -> Iterator[Callable[[], None]]:
         if jax.process_index() == 0:
             try:
                 if isinstance(run_dir, StorePath):
-                    confirm = held.enter_context(lease.hold(run_dir, _owner()))
+                    confirm = held.enter_context(lease.hold(run_dir, locks.owner()))
                 else:
                     held.enter_context(_hold(run_dir))
             except (ValueError, OSError) as error:
@@ -52,21 +49,12 @@ def hold(run_dir: AnyPath) -> Iterator[Callable[[], None]]:
 
 @contextlib.contextmanager
 def _hold(run_dir: pathlib.Path) -> Iterator[None]:
-    descriptor = os.open(run_dir / _FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-    with open(descriptor, "r+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = " ".join(file.read(200).split()) or "an unknown process"
-            raise ValueError(
-                f"run_dir is {str(run_dir)!r}; another job trains in it ({holder}). Give another run_dir, or wait "
-                "until it has ended."
-            ) from None
-        file.truncate(0)
-        file.write(f"{_owner()}\n")
-        file.flush()
+    try:
+        lock = locks.take(run_dir / _FILE)
+    except locks.HeldError as error:
+        raise ValueError(
+            f"run_dir is {str(run_dir)!r}; another job trains in it ({error.holder}). Give another run_dir, or wait "
+            "until it has ended."
+        ) from None
+    with lock:
         yield
-
-
-def _owner() -> str:
-    return f"process {os.getpid()} on {socket.gethostname()}"

@@ -1,9 +1,9 @@
 """Writes the numbers of a run to metrics.jsonl and TensorBoard."""
 
+import contextlib
 import json
 import math
 import pathlib
-import tempfile
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -119,8 +119,9 @@ class _Events:
         from tensorboardX import SummaryWriter
 
         self._bucket = folder if isinstance(folder, storage.StorePath) else None
-        self._temporary = None if self._bucket is None else tempfile.TemporaryDirectory()
-        self._folder = str(folder) if self._temporary is None else self._temporary.name
+        self._temporary = contextlib.ExitStack()
+        local = folder if self._bucket is None else self._temporary.enter_context(storage.temporary_folder("events"))
+        self._folder = str(local)
         self.writer = SummaryWriter(self._folder, purge_step=after_step + 1)
 
     def commit(self) -> None:
@@ -131,8 +132,7 @@ class _Events:
                 storage.write_whole(self._bucket / file.name, file.read_bytes())
 
     def close(self) -> None:
-        with naming(pathlib.Path(self._folder)):
-            self.writer.close()
-        self.commit()
-        if self._temporary is not None:
-            self._temporary.cleanup()
+        with self._temporary:
+            with naming(pathlib.Path(self._folder)):
+                self.writer.close()
+            self.commit()

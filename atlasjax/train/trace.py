@@ -1,7 +1,7 @@
 """Writes a profiler trace of some steps of a run."""
 
+import contextlib
 import pathlib
-import tempfile
 
 import jax
 from jaxtyping import PyTree
@@ -21,7 +21,7 @@ class Trace:
         self._first, self._last = (0, 0) if steps is None else map(int, steps.split(":"))
         self._folder = folder
         self._running = False
-        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        self._written, self._temporary = folder, contextlib.ExitStack()
 
     def __enter__(self) -> "Trace":
         return self
@@ -34,8 +34,8 @@ class Trace:
         if not self._running and self._first <= step <= self._last:
             jax.block_until_ready(state)
             if isinstance(self._folder, storage.StorePath):
-                self._temporary = tempfile.TemporaryDirectory()
-            jax.profiler.start_trace(str(self._folder) if self._temporary is None else self._temporary.name)
+                self._written = self._temporary.enter_context(storage.temporary_folder("trace"))
+            jax.profiler.start_trace(str(self._written))
             self._running = True
 
     def end(self, step: int, state: PyTree) -> str | None:
@@ -49,8 +49,9 @@ class Trace:
     def _stop(self) -> None:
         if self._running:
             self._running = False
-            jax.profiler.stop_trace()
-            if self._temporary is not None:
-                with self._temporary as written:
-                    for file in filter(pathlib.Path.is_file, pathlib.Path(written).rglob("*")):
-                        storage.write_whole(self._folder / file.relative_to(written).as_posix(), file.read_bytes())
+            with self._temporary:
+                jax.profiler.stop_trace()
+                if isinstance(self._written, pathlib.Path) and self._written != self._folder:
+                    for file in filter(pathlib.Path.is_file, self._written.rglob("*")):
+                        name = file.relative_to(self._written).as_posix()
+                        storage.write_whole(self._folder / name, file.read_bytes())

@@ -23,7 +23,7 @@ from experiments.benchmarks import gpu_static  # before jax
 import jax  # isort: skip
 import jax.numpy as jnp  # isort: skip
 
-from atlasjax import memory, rules
+from atlasjax import memory, rules, storage
 from atlasjax.memory import features
 from experiments.benchmarks.launches import launches
 from experiments.rows import read_rows
@@ -114,7 +114,7 @@ def main() -> None:
         done[case] = measure(*case)
         print(f"{done[case]['launches']:,} launches, {done[case]['compile_seconds']} s", flush=True)
         rows = [done[case] for case in cases() if case in done]
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        storage.write_whole(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
         path.with_suffix(".md").write_text(table(rows))
     print((HERE / "kernels_gpu.md").read_text() if todo else f"nothing to do; the table is {HERE / 'kernels_gpu.md'}")
 

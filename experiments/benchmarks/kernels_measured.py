@@ -37,6 +37,7 @@ from typing import Any
 # When run as a script, Python searches only the folder of this file.
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
+from atlasjax import storage
 from atlasjax.names import lookup
 from experiments.benchmarks import measured_cases, measured_report
 from experiments.benchmarks.kernel_cases import DIRECTIONS
@@ -296,9 +297,7 @@ def record(lines: list[Row], cases: list[Case], device: Device, command: str, pa
     kept = {row.key: row for row in fastest.read(path)} if path.exists() else {}
     kept |= {row.key: row for row in new}
     rows = [json.dumps(dataclasses.asdict(row)) for _, row in sorted(kept.items())]
-    beside = path.with_name(path.name + ".part")
-    beside.write_text("[\n" + ",\n".join(rows) + "\n]\n" if rows else "[]\n")
-    os.replace(beside, path)
+    storage.write_whole(path, ("[\n" + ",\n".join(rows) + "\n]\n" if rows else "[]\n").encode())
     print(f"{len(new)} rows recorded in {path.name}, {len(kept)} in all")
 
 

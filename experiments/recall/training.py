@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from atlasjax import storage
 from atlasjax.data.associative_recall import IGNORE, RecallConfig, recall_accuracy, recall_sequences
 from atlasjax.nn import LanguageModel, ModelConfig, logical_axes
 from atlasjax.train import state as state_lib
@@ -316,9 +317,8 @@ def _queries_at_once(network: Network, params: Any, hidden: jax.Array) -> int:
 def _save(path: pathlib.Path, losses: np.ndarray, carry: Any) -> None:
     """Writes the state of a training. A kill leaves the file before or the file after, whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_suffix(".new.npz")
-    np.savez(new, losses, *map(np.asarray, jax.tree.leaves(carry)))
-    new.replace(path)
+    with storage.replacing(path) as file:
+        np.savez(file, losses, *map(np.asarray, jax.tree.leaves(carry)))
 
 
 def _load(path: pathlib.Path, like: Any) -> tuple[np.ndarray, Any]:

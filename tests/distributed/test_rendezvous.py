@@ -1,11 +1,14 @@
 """Processes meet, and say who is missing or what differs, before jax connects them."""
 
 import concurrent.futures
+import contextlib
+import json
 import socket
 import time
 
 import pytest
 
+from atlasjax.distributed import rendezvous
 from atlasjax.distributed.rendezvous import MissingProcessError, meet
 
 
@@ -99,14 +102,82 @@ def test_two_processes_with_one_index(monkeypatch):
     assert sum("Two processes have the index 1" in str(error) for error in found) >= 2
 
 
-def test_strangers_on_the_port_are_ignored():
+REPORT = {"process": 1, "processes": 2, "host": "a", "pid": 5, "facts": {}}
+WRONG = {
+    "process": [True, -1, 2, 10**30, "1", None, 1.0], "processes": ["2", True, 10**30], "host": [5, "a" * 300, None],
+    "pid": ["5", None], "facts": [[], "facts", 3, None],
+}  # fmt: skip
+
+
+def test_strangers_on_the_port_are_sent_away(capsys, monkeypatch):
+    """Each with a line, and process 0 goes on waiting."""
+    monkeypatch.setattr(rendezvous, "_REFUSED_NAMED", 100)
+    nested = b'{"a": ' * 5000 + b"1" + b"}" * 5000
+    messages = [b"GET / HTTP/1.1\r\n\r\n", b"\n", b'{"process": 1}\n', b"[1]\n", b"", b"\xff\xfe\n", b'{"process": 1']
+    messages += [
+        nested + b"\n",
+        b"[" * 100_000 + b"\n",
+        b"x" * (2**22 + 1),
+        json.dumps(REPORT).encode(),
+    ]  # the last has no end
+    messages += [
+        json.dumps({**REPORT, name: value}).encode() + b"\n" for name, values in WRONG.items() for value in values
+    ]
     coordinator = f"127.0.0.1:{free_port()}"
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        first = pool.submit(meet, coordinator, 2, 0, {}, timeout=20.0)
-        for said in (b"GET / HTTP/1.1\r\n\r\n", b"\n", b'{"process": 1}\n', b"[1]\n", b""):
-            with retry(coordinator) as stranger:
+        first = pool.submit(meet, coordinator, 2, 0, {}, timeout=60.0)
+        for said in messages:
+            with retry(coordinator) as stranger, contextlib.suppress(ConnectionError):
                 stranger.sendall(said)
-        assert meet(coordinator, 2, 1, {}, timeout=20.0) == first.result()
+                stranger.shutdown(socket.SHUT_WR)
+                stranger.recv(1)  # nothing: it is closed
+        assert meet(coordinator, 2, 1, {}, timeout=60.0) == first.result()
+    said = capsys.readouterr().err
+    assert said.count("Process 0 sent away 127.0.0.1, which is no process of this job") == len(messages)
+    assert "Traceback" not in said
+
+
+def test_facts_that_are_nested_deeply_are_refused_or_compared():
+    for depth in range(800, 1100, 10):
+        facts = b'{"a": ' * depth + b"1" + b"}" * depth
+        try:
+            report = rendezvous._report(json.dumps(REPORT).encode().replace(b"{}", facts) + b"\n")
+        except ValueError:
+            continue
+        assert "The processes of this job differ" in rendezvous.differences({0: REPORT, 1: report})
+
+
+def test_strangers_who_say_nothing_keep_nobody_out(capfd, monkeypatch):
+    monkeypatch.setattr(rendezvous, "_GRACE", 1.0)
+    monkeypatch.setattr(rendezvous, "_STRANGERS", 4)
+    monkeypatch.setattr(rendezvous, "_REFUSED_NAMED", 100)
+    coordinator = f"127.0.0.1:{free_port()}"
+    with concurrent.futures.ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as open_ones:
+        first = pool.submit(meet, coordinator, 2, 0, {}, timeout=60.0)
+        for number in range(30):
+            stranger = open_ones.enter_context(retry(coordinator))
+            stranger.sendall(b'{"process"' if number % 2 else b"{")
+        ended = time.monotonic() + 30
+        while "sent no report within 1 s" not in (said := capfd.readouterr().err):
+            assert time.monotonic() < ended
+            time.sleep(0.1)
+        assert meet(coordinator, 2, 1, {}, timeout=60.0) == first.result()
+    assert "Traceback" not in said + capfd.readouterr().err
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n", b"[]\n", b'{"missing": 5}\n', b"{" * 5000 + b"\n"])
+def test_another_program_in_the_place_of_process_0(answer):
+    with socket.create_server(("127.0.0.1", 0)) as other, concurrent.futures.ThreadPoolExecutor(1) as pool:
+        port = other.getsockname()[1]
+        called = pool.submit(meet, f"127.0.0.1:{port}", 2, 1, {}, timeout=0.8)
+        with contextlib.suppress(TimeoutError):
+            other.settimeout(2.0)
+            while not called.done():
+                with other.accept()[0] as caller:
+                    caller.recv(100)
+                    caller.sendall(answer)
+        with pytest.raises(MissingProcessError, match="Process 0 could not be reached at"):
+            called.result()
 
 
 def retry(coordinator: str) -> socket.socket:

@@ -7,7 +7,6 @@ context starts with the same blocks. So each cache file holds a few consecutive 
 import functools
 import os
 import pathlib
-import tempfile
 import warnings
 import zipfile
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from atlasjax import cache, check
+from atlasjax import cache, check, storage
 from atlasjax.mixers.elastic.hippo import DISCRETIZATIONS, amplification, build, build_bytes
 from atlasjax.names import lookup
 
@@ -157,18 +156,13 @@ def _read(path: pathlib.Path, shape: tuple[int, int, int]) -> Bank | None:
 
 def _write(path: pathlib.Path, bank: Bank) -> None:
     """Writes the file atomically, so that processes building the same file do not interfere."""
-    temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".partial", delete=False) as file:
-            temporary = pathlib.Path(file.name)
+        with storage.replacing(path) as file:
             np.savez(file, transitions=bank.transitions, kernels=bank.kernels)
-        os.replace(temporary, path)
     except OSError as error:
         warnings.warn(
             f"elastic bank: {path} cannot be written ({error}); it will be rebuilt next time. "
             "Set ATLASJAX_CACHE to a writable folder.",
             stacklevel=5,
         )
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
