@@ -21,7 +21,7 @@ def save_context(model: LanguageModel, context: Context, file: str | os.PathLike
     """Writes a context to a safetensors file, with the config of the model, a digest of its parameters and the number of tokens.
 
     The file has the states of all layers, the logits of the next token and which tokens were read; neither the text nor the
-    parameters. It appears complete or not at all, in the place of one that is there.
+    parameters. It appears complete or not at all, in the place of one that is there; on a disk only its owner may read it.
 
     Args:
       model: the model that read the text.
@@ -66,7 +66,7 @@ class ContextFiles:
     def save(self, context: Context, file: str | os.PathLike[str] | StorePath) -> None:
         """As `save_context`."""
         own = {"num_tokens": context.num_tokens.tolist(), "max_length": context.max_length, "note": context.note}
-        tensors.save(path(file), _KIND, _arrays(context), self._about | own)
+        tensors.save(path(file), _KIND, _arrays(context), self._about | own, mode=0o600)
 
     def load(self, file: str | os.PathLike[str] | StorePath) -> Context:
         """As `load_context`."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from atlasjax import check, storage
+from atlasjax.serve.rendering import Renderer, RenderingError
 from atlasjax.storage import AnyPath
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ class PlainChat:
 
 
 class TemplateChat:
-    """The form of a Jinja template, as `transformers` has them, rendered in a sandbox.
+    """The form of a Jinja template, as `transformers` has them, rendered in a sandbox of another process (`serve.rendering`).
 
     Args:
       template: its source.
@@ -81,21 +82,10 @@ class TemplateChat:
     stop: tuple[str, ...] = ()
 
     def __init__(self, template: str, special: dict[str, str], added: Sequence[str] = ()):
-        import jinja2
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-        def refuse(message: str) -> None:
-            raise jinja2.TemplateError(message)
-
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.globals["raise_exception"] = refuse
-        self._error, self._special = jinja2.TemplateError, special
-        self._source, self._added = template, tuple(added)
+        self._source, self._special, self._added = template, special, tuple(added)
         try:
-            self._template = environment.from_string(template)
-        except jinja2.TemplateError as error:
+            self._renderer = Renderer(template)
+        except RenderingError as error:
             raise ValueError(f"the chat template is not one ({error}).") from None
 
     def text(self, messages: Sequence[Message], before: Before = "nothing") -> str:
@@ -104,7 +94,7 @@ class TemplateChat:
         before: what comes before it. The text's first token is not repeated, and an answer is ended as the template ends it.
 
         Raises:
-          ValueError: the template refuses the messages.
+          ValueError: the template refuses the messages, has an error, or does not end in time.
         """
         new = [dataclasses.asdict(message) for message in messages]
         turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
@@ -166,8 +156,9 @@ class TemplateChat:
 
     def _rendered(self, messages: Sequence[Mapping[str, str]], answer_begins: bool) -> str:
         try:
-            return self._template.render(messages=messages, add_generation_prompt=answer_begins, **self._special)
-        except (self._error, TypeError) as error:
+            variables = {"messages": list(messages), "add_generation_prompt": answer_begins}
+            return self._renderer.render(variables | self._special)
+        except RenderingError as error:
             raise ValueError(f"the chat template refuses the messages: {error}.") from None
 
 

@@ -5,15 +5,28 @@ import dataclasses
 import os
 import pathlib
 import re
+import stat
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 
-from atlasjax import check
+from atlasjax import check, storage
 from atlasjax.generate import Context, ContextFiles
+from atlasjax.storage import locks
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _END = ".memory"
+_LOCK = "lock"
+_STEP = 1e-3  # seconds by which a memory is newer than the others, where the clock says that it is older
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+_began = time.time() - time.monotonic()
+
+
+def steady_time() -> float:
+    """Seconds since 1970, as they were when this process began and have passed since: nobody can set this clock."""
+    return _began + time.monotonic()
 
 
 class InUseError(RuntimeError):
@@ -52,25 +65,100 @@ class Entry:
     used: float
 
 
+class Lease:
+    """What keeps other processes out of a folder of memories. It ends with its last reference, or with the process.
+
+    Only this user may read the folder from then on, and what is in it.
+
+    Args:
+      folder: it is there.
+
+    Raises:
+      ValueError: another process serves it; or others may read it, and it has other files than memories.
+      OSError: it cannot be read or written.
+    """
+
+    def __init__(self, folder: pathlib.Path):
+        _make_private(folder)
+        try:
+            file = locks.take(folder / _LOCK)
+        except locks.HeldError as error:
+            raise ValueError(
+                f"memories is {str(folder)!r}; another server uses it ({error.holder}). Give another folder with --memories, or "
+                "end that server."
+            ) from None
+        weakref.finalize(self, file.close)
+
+    @classmethod
+    def of(cls, folder: pathlib.Path) -> "Lease":
+        """The lease of a folder, one for all who use it in this process. Raises as the constructor."""
+        about = folder.stat()
+        with _guard:
+            key = about.st_dev, about.st_ino
+            found = _leases.get(key)
+            if found is None:
+                found = _leases[key] = cls(folder)
+            return found
+
+
+_leases: "weakref.WeakValueDictionary[tuple[int, int], Lease]" = weakref.WeakValueDictionary()
+_guard = threading.Lock()
+
+
+def _make_private(folder: pathlib.Path) -> None:
+    if stat.S_IMODE(folder.stat().st_mode) & _OTHERS:
+        with os.scandir(folder) as found:
+            other = next(
+                (one.name for one in found if one.name != _LOCK and not one.name.endswith((_END, ".partial"))), None
+            )
+        advice = (
+            "Give a folder of its own with --memories, or take the permissions of others from this one (chmod 700)."
+        )
+        if other is not None:
+            raise ValueError(f"memories is {str(folder)!r}, which others may use and which has {other!r} too. {advice}")
+        try:
+            folder.chmod(0o700)
+        except PermissionError:
+            raise ValueError(f"memories is {str(folder)!r}, which others may use. {advice}") from None
+        _say(f"others could use {str(folder)!r}; from now on only this user can.")
+    with os.scandir(folder) as found:
+        for one in found:
+            if one.is_file(follow_symlinks=False) and one.stat(follow_symlinks=False).st_mode & _OTHERS:
+                with contextlib.suppress(OSError):
+                    os.chmod(one.path, 0o600)
+
+
+def _say(line: str) -> None:
+    print(f"atlasjax: {line}", file=sys.stderr, flush=True)
+
+
 class Memories:
     """A folder of memories. The files are all that there is of them, so they outlive the process.
 
-    Several threads may use it, but no other process.
+    Several threads may use it, but no other process. Only files are memories, not links: what else has the name of one is left
+    alone, and named once. A memory that was used is newer than all others, also where the clock was set back.
 
     Args:
       files: reads and writes contexts of the model.
-      folder: it is created if it does not exist.
-      limits: what is kept.
+      folder: it is created if it does not exist, for this user only.
+      limits: what is kept. Files that are being written count.
       clock: seconds since 1970.
+
+    Raises:
+      ValueError, OSError: as `Lease`.
     """
 
     def __init__(
         self, files: ContextFiles, folder: str | os.PathLike[str], limits: MemoryLimits = MemoryLimits(),
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = steady_time,
     ):  # fmt: skip
         self._files, self._folder, self._limits, self._clock = files, pathlib.Path(folder), limits, clock
-        self._folder.mkdir(parents=True, exist_ok=True)
+        if not self._folder.is_dir():
+            self._folder.parent.mkdir(parents=True, exist_ok=True)
+            self._folder.mkdir(mode=0o700)
+        self._lease = Lease.of(self._folder)
         self._used: set[str] = set()
+        self._named: set[str] = set()
         self._lock = threading.RLock()
         self.sweep()
 
@@ -79,10 +167,10 @@ class Memories:
         """Keeps other requests from a name.
 
         Raises:
-          ValueError: it is not a name.
+          ValueError: it is not a name, or what has it is not a file.
           InUseError: another request uses it.
         """
-        self._file(name)
+        self._is_there(name)
         with self._lock:
             if name in self._used:
                 raise InUseError(f"memory {name!r} is in use by another request; send this one when that has ended.")
@@ -101,10 +189,10 @@ class Memories:
         """
         file = self._file(name)
         with self._lock:
-            self.sweep()
-            if not file.exists():
+            entries = self.sweep()
+            if not self._is_there(name):
                 return None
-            self._touch(file)
+            self._touch(name, entries)
         try:
             return self._files.load(file)
         except FileNotFoundError:  # removed in between, which a name in use never is
@@ -122,7 +210,7 @@ class Memories:
         file = self._file(name)
         self._files.save(context, file)
         with self._lock:
-            self._touch(file)
+            self._touch(name, self._entries())
             self.sweep(name)
 
     def delete(self, name: str) -> bool:
@@ -133,39 +221,62 @@ class Memories:
           InUseError: a request uses it.
         """
         with self.use(name), self._lock:
-            found = self._file(name).exists()
+            found = self._is_there(name)
             self._file(name).unlink(missing_ok=True)
             return found
 
     def entries(self) -> list[Entry]:
         """All memories, the last used first."""
-        with self._lock:
-            self.sweep()
-            return self._entries()
+        return self.sweep()
 
-    def sweep(self, saved: str | None = None) -> None:
-        """Removes what is too old or too much, but nothing that is in use, nor `saved`."""
+    def sweep(self, saved: str | None = None) -> list[Entry]:
+        """Removes what is too old or too much, but nothing that is in use, nor `saved`, and what killed writers left.
+
+        Returns what stays, the last used first.
+        """
         with self._lock:
             oldest = self._clock() - self._limits.hours * 3600
-            num_bytes = count = 0
+            num_bytes, kept = storage.sweep(self._folder), []
             for entry in self._entries():
-                over = count >= self._limits.count or num_bytes + entry.num_bytes > self._limits.gigabytes * 1e9
+                over = len(kept) >= self._limits.count or num_bytes + entry.num_bytes > self._limits.gigabytes * 1e9
                 if (over or entry.used < oldest) and entry.name not in self._used | {saved}:
                     self._file(entry.name).unlink(missing_ok=True)
                 else:
-                    count, num_bytes = count + 1, num_bytes + entry.num_bytes
+                    kept.append(entry)
+                    num_bytes += entry.num_bytes
+            return kept
 
     def _entries(self) -> list[Entry]:
         found = []
-        for file in self._folder.glob(f"*{_END}"):
-            if _NAME.fullmatch(file.name.removesuffix(_END)):
-                about = file.stat()
-                found.append(Entry(file.name.removesuffix(_END), about.st_size, about.st_mtime))
+        with os.scandir(self._folder) as files:
+            for file in files:
+                name = file.name.removesuffix(_END)
+                if name == file.name or not _NAME.fullmatch(name):
+                    continue
+                with contextlib.suppress(FileNotFoundError):
+                    about = file.stat(follow_symlinks=False)
+                    if stat.S_ISREG(about.st_mode):
+                        found.append(Entry(name, about.st_size, about.st_mtime))
+                    elif name not in self._named:
+                        self._named.add(name)
+                        _say(f"{file.path!r} is not a file; it is left alone.")
         return sorted(found, key=lambda entry: -entry.used)
 
-    def _touch(self, file: pathlib.Path) -> None:
-        now = self._clock()
-        os.utime(file, (now, now))
+    def _touch(self, name: str, entries: Sequence[Entry]) -> None:
+        """Makes a memory the last used one."""
+        others = max((entry.used for entry in entries if entry.name != name), default=0.0)
+        used = max(self._clock(), others + _STEP)
+        os.utime(self._file(name), (used, used))
+
+    def _is_there(self, name: str) -> bool:
+        """Whether there is a memory of this name. Raises ValueError if it is not a name, or something else has it."""
+        try:
+            about = self._file(name).lstat()
+        except FileNotFoundError:
+            return False
+        if not stat.S_ISREG(about.st_mode):
+            raise ValueError(f"memory {name!r} is not a file in the server's folder.")
+        return True
 
     def _file(self, name: str) -> pathlib.Path:
         if not isinstance(name, str) or not _NAME.fullmatch(name):

@@ -67,7 +67,9 @@ def digest(arrays: Mapping[str, jax.Array | np.ndarray], text: str = "") -> str:
     return total.hexdigest()
 
 
-def save(path: AnyPath, kind: str, arrays: Mapping[str, jax.Array | np.ndarray], about: Described) -> None:
+def save(
+    path: AnyPath, kind: str, arrays: Mapping[str, jax.Array | np.ndarray], about: Described, *, mode: int = 0o666
+) -> None:
     """Writes arrays and what they belong to. The file appears complete or not at all.
 
     Args:
@@ -75,6 +77,7 @@ def save(path: AnyPath, kind: str, arrays: Mapping[str, jax.Array | np.ndarray],
       kind: what it is, in words.
       arrays: name → array.
       about: what `load` returns with them, values of JSON.
+      mode: permissions on a disk, before the process's umask.
 
     Raises:
       TypeError: an array has a dtype that the format does not have.
@@ -91,7 +94,7 @@ def save(path: AnyPath, kind: str, arrays: Mapping[str, jax.Array | np.ndarray],
     text = json.dumps(about, ensure_ascii=False)
     metadata = {"kind": kind, "format": str(_FORMAT), "atlasjax": atlasjax.__version__, "about": text}
     metadata["sha256"] = digest(whole, text)
-    write_whole(path, b"".join(encoded(described, whole.__getitem__, metadata)))
+    write_whole(path, b"".join(encoded(described, whole.__getitem__, metadata)), mode=mode)
 
 
 def load(path: AnyPath, kind: str) -> tuple[dict[str, np.ndarray], dict[str, Any]]:

@@ -1,12 +1,16 @@
 """The text of a conversation: the plain form, and templates beside imported weights."""
 
+import concurrent.futures
 import io
 import json
+import pathlib
+import time
 
 import pytest
 
 from atlasjax.data.tokenizers import BpeTokenizer, ByteTokenizer, SentencePieceTokenizer
-from atlasjax.serve.chat import Message, PlainChat, chat_of
+from atlasjax.serve import rendering
+from atlasjax.serve.chat import Message, PlainChat, TemplateChat, chat_of
 
 MESSAGES = [
     Message("system", "Be brief."),
@@ -116,3 +120,82 @@ def test_a_template_whose_tokens_are_none_of_the_tokenizer_is_refused(tmp_path):
 def test_content_that_is_no_text(content):
     with pytest.raises(ValueError, match="Message: content must be a str, got"):
         Message("user", content)
+
+
+def test_what_a_template_does_wrong_is_one_line():
+    """And the next text comes from the same process."""
+    pytest.importorskip("jinja2", reason="needs the extra 'serve' (jinja2)")
+    cases = "".join(f"{{% elif messages[0].content == '{name}' %}}{{{{ {does} }}}}" for name, does in WRONG.items())
+    chat = TemplateChat("{% if messages[0].content == 'ok' %}fine" + cases + "{% endif %}", {})
+    process = chat._renderer._idle[0]
+    for content, words in {
+        "zero": "ZeroDivisionError: ",
+        "huge": "OverflowError: ",
+        "type": "TypeError: ",
+        "value": "LookupError: ",
+        "class": "access to attribute '__class__' of 'list' object is unsafe",
+        "none": "'dict object' has no attribute 'none'",
+        "range": "OverflowError: Range too big",
+        "memory": "it needs too much memory",
+        "long": "its text has more than 8,388,608 characters",
+    }.items():
+        with pytest.raises(ValueError, match=f"^the chat template refuses the messages: {words}") as caught:
+            chat.text([Message("user", content)])
+        assert "\n" not in str(caught.value)
+        assert chat.text([Message("user", "ok")]) == "fine"
+    assert chat._renderer._idle == [process]
+
+
+WRONG = {
+    "zero": "1 // (messages|length - 1)",
+    "huge": "10.0 ** (messages|length * 1000)",
+    "type": "messages + 1",
+    "value": "messages[0].content.encode('no-such-code')",
+    "class": "messages.__class__.name",
+    "none": "messages[0].none.none",
+    "range": "range(messages|length * 10**9)|list",
+    "memory": "messages[0].content * 10**8",
+    "long": "messages[0].content * 10**7",
+}
+
+
+def test_a_template_that_takes_long_is_ended(monkeypatch):
+    """In time, while others are rendered; the process that rendered it is gone."""
+    pytest.importorskip("jinja2", reason="needs the extra 'serve' (jinja2)")
+    chat = TemplateChat("{% if messages|length > 1 %}" + LONG + "{% endif %}fine", {})
+    (process,) = chat._renderer._idle
+    monkeypatch.setattr(rendering, "SECONDS", 0.5)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        looping = pool.submit(chat.text, MESSAGES)
+        while chat._renderer._idle:
+            time.sleep(0.01)
+        time.sleep(0.2)
+        monkeypatch.setattr(rendering, "SECONDS", 60.0)
+        assert chat.text(MESSAGES[:1]) == "fine"
+        with pytest.raises(ValueError, match="the chat template refuses the messages: it takes longer than"):
+            looping.result()
+    assert not process.is_alive
+    assert chat.text(MESSAGES[:1]) == "fine"
+
+
+LONG = "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}"  # some seconds
+
+
+def test_a_process_that_was_killed_is_replaced():
+    pytest.importorskip("jinja2", reason="needs the extra 'serve' (jinja2)")
+    chat = TemplateChat(TEMPLATE, {"bos_token": "", "eos_token": ""})
+    chat._renderer._idle[0]._process.kill()
+    chat._renderer._idle[0]._process.wait()
+    assert chat.text(MESSAGES[1:2]) == "<user>Who?\n<assistant>"
+
+
+def test_a_renderer_ends_its_processes_and_gives_them_no_secret(monkeypatch):
+    pytest.importorskip("jinja2", reason="needs the extra 'serve' (jinja2)")
+    monkeypatch.setenv("ATLASJAX_SERVE_TOKEN", "a-secret")
+    chat = TemplateChat("fine", {})
+    process = chat._renderer._idle[0]._process
+    environment = pathlib.Path(f"/proc/{process.pid}/environ")
+    if environment.exists():
+        assert b"a-secret" not in environment.read_bytes()
+    del chat
+    assert process.poll() is not None

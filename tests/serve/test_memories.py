@@ -1,15 +1,20 @@
 """Memories under names: kept in files, until they are too old or too many."""
 
 import functools
+import os
+import subprocess
+import sys
+import time
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
+from atlasjax import storage
 from atlasjax.generate import Context, ContextFiles
 from atlasjax.nn import LanguageModel, MemoryConfig, ModelConfig
-from atlasjax.serve.memories import InUseError, Memories, MemoryLimits
+from atlasjax.serve.memories import InUseError, Memories, MemoryLimits, steady_time
 
 CONFIG = ModelConfig(
     vocab_size=8, dim=4, num_layers=1, num_heads=1, mlp_dim=4, dtype="float32", mixer="memory",
@@ -114,3 +119,114 @@ def test_refused(tmp_path):
     for fields in ({"hours": 0}, {"count": 0}, {"gigabytes": float("nan")}):
         with pytest.raises(ValueError, match=f"memories: {next(iter(fields))} must be"):
             MemoryLimits(**fields)
+
+
+def test_only_the_owner_may_read(tmp_path):
+    memories = Memories(files(), tmp_path / "kept")
+    memories.save("a", text(1))
+    mode = lambda path: path.stat().st_mode & 0o777
+    assert (mode(tmp_path / "kept"), mode(tmp_path / "kept/a.memory")) == (0o700, 0o600)
+    del memories
+
+
+def test_a_folder_that_others_may_read_is_made_private_or_refused(tmp_path, capsys):
+    folder = tmp_path / "kept"
+    folder.mkdir()
+    folder.chmod(0o755)
+    (folder / "a.memory").write_bytes(b"")
+    (folder / "a.memory").chmod(0o644)
+    (folder / "notes.txt").write_text("of somebody else")
+    with pytest.raises(
+        ValueError, match=r"which others may use and which has 'notes.txt' too\. Give a folder of its own"
+    ):
+        Memories(files(), folder)
+    assert folder.stat().st_mode & 0o777 == 0o755
+    (folder / "notes.txt").unlink()
+    Memories(files(), folder)
+    assert (folder.stat().st_mode & 0o777, (folder / "a.memory").stat().st_mode & 0o777) == (0o700, 0o600)
+    assert "from now on only this user can" in capsys.readouterr().err
+
+
+def test_what_is_no_file_is_left_alone_and_named_once(tmp_path, capsys):
+    """A FIFO is not waited for, and a link is not followed."""
+    (tmp_path / "precious").write_bytes(b"of another")
+    (tmp_path / "dead.memory").symlink_to("nowhere")
+    (tmp_path / "link.memory").symlink_to("precious")
+    (tmp_path / "folder.memory").mkdir()
+    os.mkfifo(tmp_path / "fifo.memory")
+    memories = Memories(files(), tmp_path, MemoryLimits(count=1))
+    memories.save("a", text(1))
+    assert names(memories) == ["a"]
+    said = capsys.readouterr().err
+    for name in ("dead", "link", "folder", "fifo"):
+        assert said.count(f"{name}.memory' is not a file; it is left alone") == 1
+        for call in (memories.load, memories.delete):
+            with pytest.raises(ValueError, match=f"memory '{name}' is not a file in the server's folder"):
+                call(name)
+        assert os.path.lexists(tmp_path / f"{name}.memory")
+    assert (tmp_path / "precious").read_bytes() == b"of another"
+
+
+def test_a_clock_that_was_set_back_removes_nothing_that_was_used(tmp_path):
+    clock = Clock()
+    memories = Memories(files(), tmp_path, MemoryLimits(count=3, hours=1), clock)
+    for name in "abc":
+        memories.save(name, text(1))
+    clock.now -= 10**6
+    memories.save("d", text(1))
+    memories.load("b")
+    memories.sweep()
+    assert names(memories) == ["b", "d", "c"]
+    again = Memories(files(), tmp_path, MemoryLimits(count=3, hours=1), clock)
+    again.save("e", text(1))
+    assert names(again) == ["e", "b", "d"]
+
+
+def test_a_clock_that_is_set_while_the_server_runs_counts_for_nothing(monkeypatch):
+    before = steady_time()
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    assert before <= steady_time() < before + 60
+
+
+def test_what_killed_writers_left_is_removed_and_what_is_written_counts(tmp_path):
+    memories = Memories(files(), tmp_path)
+    memories.save("a", text(1))
+    size = memories.entries()[0].num_bytes
+    left = tmp_path / f".a.memory.{'0' * 16}.partial"
+    left.write_bytes(b"half")
+    memories.sweep()
+    assert not left.exists()
+    few = Memories(files(), tmp_path, MemoryLimits(gigabytes=1.5 * size / 1e9))
+    with storage.replacing(tmp_path / "b.memory") as writing:
+        few.sweep()
+        assert names(few) == ["a"]
+        writing.write(b"x" * size)
+        writing.flush()
+        few.sweep()
+        assert names(few) == []
+
+
+OTHER = """
+import pathlib, sys
+from atlasjax.serve.memories import Lease
+lease = Lease.of(pathlib.Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_one_server_at_a_time(tmp_path):
+    """The lease of one that was killed is free."""
+    command = [sys.executable, "-c", OTHER, tmp_path]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        try:
+            assert other.stdout.readline() == b"held\n"
+            with pytest.raises(
+                ValueError, match=f"another server uses it .process {other.pid} on .* Give another folder"
+            ):
+                Memories(files(), tmp_path)
+        finally:
+            other.kill()
+            other.wait()
+    memories = Memories(files(), tmp_path)
+    assert Memories(files(), tmp_path)._lease is memories._lease
