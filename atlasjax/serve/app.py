@@ -1,11 +1,13 @@
 """The HTTP interface: OpenAI's completions and chat, models, memories, and health."""
 
 import asyncio
+import concurrent.futures
 import contextlib
 import dataclasses
 import hmac
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from starlette.applications import Starlette
@@ -22,7 +24,32 @@ from atlasjax.serve.memories import InUseError, Memories
 from atlasjax.serve.protocol import Parsed, RequestError, Responses
 
 _SWEEP_SECONDS = 60.0
+_TEMPLATES = 4  # rendered at a time
 _ANSWER = "answer"  # the note of memories that end with one
+
+
+@dataclasses.dataclass(frozen=True)
+class Access:
+    """Who may use the server.
+
+    Attributes:
+      token: what clients have to send. None: nothing.
+      hosts: names under which the server may be reached. None: all. A page of another site that a browser shows cannot use a server
+        on this machine then, even if its own name leads here.
+    """
+
+    token: str | None = None
+    hosts: frozenset[str] | None = None
+
+    def check(self, request: Request) -> None:
+        """Raises RequestError if the request is not for this server, or has not its token."""
+        if self.hosts is not None and (request.url.hostname or "") not in self.hosts:
+            raise RequestError(421, f"this server is not {request.url.hostname!r:.200}.")
+        if self.token is None or request.url.path == "/health":
+            return
+        kind, _, given = request.headers.get("authorization", "").partition(" ")
+        if kind.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), self.token.encode()):
+            raise RequestError(401, "the token is missing or wrong.", code="invalid_api_key")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,9 +63,7 @@ class Service:
       chat: the form of conversations.
       memories: those of the conversations.
       limits: of a request.
-      token: what clients have to send. None: nothing.
-      hosts: names under which the server may be reached. None: all. A page of another site that a browser shows cannot use a server
-        on this machine then, even if its own name leads here.
+      token, hosts: as in `Access`.
     """
 
     worker: batching.Worker
@@ -49,6 +74,11 @@ class Service:
     limits: Limits = Limits()
     token: str | None = None
     hosts: frozenset[str] | None = None
+
+    @property
+    def access(self) -> Access:
+        """Who may use it."""
+        return Access(self.token, self.hosts)
 
 
 class _GoneError(Exception):
@@ -63,7 +93,8 @@ def make_app(service: Service) -> Starlette:
         async def sweep() -> None:
             while True:
                 await asyncio.sleep(_SWEEP_SECONDS)
-                await asyncio.to_thread(service.memories.sweep)
+                with contextlib.suppress(OSError):  # who uses a memory is told
+                    await asyncio.to_thread(service.memories.sweep)
 
         task = asyncio.create_task(sweep())
         yield
@@ -90,7 +121,8 @@ def make_app(service: Service) -> Starlette:
         return JSONResponse(model)
 
     async def memories(request: Request) -> JSONResponse:
-        entries = await asyncio.to_thread(service.memories.entries)
+        with _memory_errors():
+            entries = await asyncio.to_thread(service.memories.entries)
         data = [{"id": x.name, "object": "memory", "bytes": x.num_bytes, "last_used": int(x.used)} for x in entries]
         return JSONResponse({"object": "list", "data": data})
 
@@ -104,10 +136,25 @@ def make_app(service: Service) -> Starlette:
 
     def route(path: str, function: Callable[[Request], Awaitable[JSONResponse]], *methods: str) -> Route:
         async def guarded(request: Request) -> JSONResponse:
-            _check_caller(service, request)
+            service.access.check(request)
             return await function(request)
 
         return Route(path, guarded, methods=methods or ("GET",))
+
+    routes = [
+        route("/health", health),
+        route("/v1/models", models),
+        route("/v1/models/{name:path}", one_model),
+        route("/v1/memories", memories),
+        route("/v1/memories/{name}", delete_memory, "DELETE"),
+        Route("/v1/completions", _Generation(service, chat=False), methods=["POST"]),
+        Route("/v1/chat/completions", _Generation(service, chat=True), methods=["POST"]),
+    ]
+    return Starlette(routes=routes, lifespan=lifespan, exception_handlers=error_handlers())
+
+
+def error_handlers() -> dict[Any, Callable[[Request, Exception], Awaitable[JSONResponse]]]:
+    """How an application answers errors, by status or type."""
 
     async def refused(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestError)
@@ -120,34 +167,14 @@ def make_app(service: Service) -> Starlette:
     async def bug(request: Request, error: Exception) -> JSONResponse:
         return _error(RequestError(500, f"unexpected error ({type(error).__name__})."))
 
-    routes = [
-        route("/health", health),
-        route("/v1/models", models),
-        route("/v1/models/{name:path}", one_model),
-        route("/v1/memories", memories),
-        route("/v1/memories/{name}", delete_memory, "DELETE"),
-        Route("/v1/completions", _Generation(service, chat=False), methods=["POST"]),
-        Route("/v1/chat/completions", _Generation(service, chat=True), methods=["POST"]),
-    ]
-    handlers = {RequestError: refused, 404: no_route, 405: no_route, 500: bug}
-    return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
+    return {RequestError: refused, 404: no_route, 405: no_route, 500: bug}
 
 
 def _error(error: RequestError) -> JSONResponse:
     headers = {"www-authenticate": "Bearer"} if error.status == 401 else {}
-    headers |= {"retry-after": "1"} if error.status in (409, 429) else {}
+    headers |= {"retry-after": "1"} if error.status in (409, 429) or error.code == "loading" else {}
+    headers |= {"connection": "close"} if error.status == 408 else {}  # the rest of the body is not waited for
     return JSONResponse(error.body, error.status, headers)
-
-
-def _check_caller(service: Service, request: Request) -> None:
-    """Raises RequestError if the request is not for this server, or has not its token."""
-    if service.hosts is not None and (request.url.hostname or "") not in service.hosts:
-        raise RequestError(421, f"this server is not {request.url.hostname!r:.200}.")
-    if service.token is None or request.url.path == "/health":
-        return
-    kind, _, given = request.headers.get("authorization", "").partition(" ")
-    if kind.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), service.token.encode()):
-        raise RequestError(401, "the token is missing or wrong.", code="invalid_api_key")
 
 
 async def _body(request: Request, limits: Limits) -> bytes:
@@ -156,13 +183,13 @@ async def _body(request: Request, limits: Limits) -> bytes:
         raise RequestError(415, f"content-type is {kind!r:.200}; it should be 'application/json'.")
     body = bytearray()
     try:
-        async with asyncio.timeout(limits.seconds):
+        async with asyncio.timeout(limits.client_seconds):
             async for part in request.stream():
                 body += part
                 if len(body) > limits.body_bytes:
                     raise RequestError(413, f"the body has more than {limits.body_bytes} bytes.")
     except TimeoutError:
-        raise RequestError(408, f"the body was not complete after {limits.seconds:g} s.") from None
+        raise RequestError(408, f"the body was not complete after {limits.client_seconds:g} s.") from None
     return bytes(body)
 
 
@@ -185,12 +212,14 @@ class _Generation:
 
     def __init__(self, service: Service, chat: bool):
         self._service, self._chat = service, chat
+        # A template may take its time: in threads of its own it keeps only other chats.
+        self._threads = concurrent.futures.ThreadPoolExecutor(_TEMPLATES) if chat else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
         service = self._service
         with contextlib.suppress(_GoneError, ClientDisconnect):
-            _check_caller(service, request)
+            service.access.check(request)
             body = await _body(request, service.limits)
             parsed = protocol.parse(body, chat=self._chat, model=service.name, most_tokens=service.limits.max_tokens)
             gone = asyncio.ensure_future(_gone(receive))
@@ -208,9 +237,13 @@ class _Generation:
     ) -> None:
         service = self._service
         context = await self._context(parsed)
-        tokens = await asyncio.to_thread(self._tokens, parsed, context)
-        events: asyncio.Queue[requests.Event] = asyncio.Queue()
         loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(service.limits.seconds):
+                tokens = await loop.run_in_executor(self._threads, self._tokens, parsed, context)
+        except TimeoutError:
+            raise RequestError(503, "too many chats wait for their template.", code="timeout") from None
+        events: asyncio.Queue[requests.Event] = asyncio.Queue()
         before = len(tokens) + (0 if context is None else int(context.num_tokens[0]))
         most, longest = parsed.max_tokens, service.worker.batcher.longest
         if not parsed.has_max_tokens and longest is not None:

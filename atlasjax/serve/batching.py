@@ -200,16 +200,16 @@ class Batcher:
         for ticket in tickets:
             ticket.on_event(Failed(False, message))
 
-    def warm_up(self) -> None:
-        """Compiles all programs."""
-        stop = "never found"
-        request = Request(np.zeros(sum(self.config.pieces) + 1, np.int32), 1, stop=(stop,), keep=True)
+    def warm_up(self, report: Callable[[str], None] = lambda doing: None) -> None:
+        """Compiles all programs. report: is told what is being compiled."""
+        report(f"compiling how prompts are read, in pieces of {', '.join(map(str, self.config.pieces))} tokens")
+        request = Request(np.zeros(sum(self.config.pieces) + 1, np.int32), 1, stop=("never found",), keep=True)
         if self.longest is not None and len(request.tokens) + 1 > self.longest:
             request = dataclasses.replace(request, tokens=request.tokens[: self.longest - 1])
         self.submit(request, lambda event: None)
         while self.step():
             pass
-        self.slots.compile(step_inputs([self._row(None)] * self.config.slots))
+        self.slots.compile(step_inputs([self._row(None)] * self.config.slots), report)
 
     def _leave(self) -> None:
         """Takes out requests that were cancelled, and those whose time is over."""

@@ -2,15 +2,21 @@
 
 import asyncio
 import dataclasses
+import functools
 import ipaddress
 import math
 import socket
 import sys
+import time
 from collections.abc import Callable
+from typing import Literal
 
 import uvicorn
+from starlette.applications import Starlette
 
 from atlasjax.serve.app import Service, make_app
+from atlasjax.serve.connections import BACKLOG, Connection
+from atlasjax.serve.limits import Limits
 
 _LAST_SECONDS = 5  # after the grace time, for what clients are told then
 
@@ -49,6 +55,7 @@ def listen(address: Address) -> tuple[socket.socket, Address]:
         try:
             opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             opened.bind(place)
+            opened.listen(BACKLOG)
         except OSError:
             opened.close()
             raise
@@ -57,7 +64,26 @@ def listen(address: Address) -> tuple[socket.socket, Address]:
     return opened, dataclasses.replace(address, port=opened.getsockname()[1])
 
 
-class Server(uvicorn.Server):
+class HttpServer(uvicorn.Server):
+    """Serves an application to `limits.connections` clients at most, which may not be slower than `limits.client_seconds`."""
+
+    def __init__(self, app: Starlette, limits: Limits, *, grace_seconds: float, lifespan: Literal["on", "off"] = "on"):
+        config = uvicorn.Config(
+            app, log_level="warning", access_log=False, ws="none", lifespan=lifespan, backlog=BACKLOG, server_header=False,
+            http=functools.partial(Connection, limits=limits),  # type: ignore[arg-type]
+            timeout_graceful_shutdown=math.ceil(grace_seconds),
+        )  # fmt: skip
+        super().__init__(config)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called by `run`, ten times a second."""
+        now = time.monotonic()
+        for connection in list(self.server_state.connections):
+            connection.check(now)  # type: ignore[union-attr]
+        return await super().on_tick(counter)
+
+
+class Server(HttpServer):
     """Serves until SIGINT or SIGTERM: then nothing new is accepted, and running requests have `grace_seconds` to end.
 
     Those that are left then end with an error that says so. Memories are saved when a request ends, so those of all requests that
@@ -66,11 +92,7 @@ class Server(uvicorn.Server):
 
     def __init__(self, service: Service, *, grace_seconds: float, ready: Callable[[], None] = lambda: None):
         self._service, self._grace_seconds, self._ready = service, grace_seconds, ready
-        config = uvicorn.Config(
-            make_app(service), log_level="warning", access_log=False, ws="none", http="h11", lifespan="on",
-            timeout_graceful_shutdown=math.ceil(grace_seconds) + _LAST_SECONDS, server_header=False,
-        )  # fmt: skip
-        super().__init__(config)
+        super().__init__(make_app(service), service.limits, grace_seconds=grace_seconds + _LAST_SECONDS)
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
         """Serves at sockets of `listen`, until the server is stopped."""

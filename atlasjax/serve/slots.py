@@ -133,10 +133,11 @@ class Slots:
         """Puts the text of a slot into another one."""
         self.put(to, self.take(slot, 0))
 
-    def compile(self, inputs: StepInputs) -> None:
-        """Compiles the steps of all sizes. No slot may be in use, for each reads a few tokens."""
+    def compile(self, inputs: StepInputs, report: Callable[[str], None] = lambda doing: None) -> None:
+        """Compiles the steps of all sizes. No slot may be in use, for each reads a few tokens. report: is told what is compiled."""
         # Slots that never had a text would otherwise stay at the start of a chunk, where a step costs more.
-        for size in self._sizes:
+        for number, size in enumerate(self._sizes, 1):
+            report(f"compiling a step of {size} texts ({number} of {len(self._sizes)})")
             self._step(inputs._replace(active=np.ones(self.number, bool)), size)
 
     def _step(self, inputs: StepInputs, size: int) -> np.ndarray:

@@ -23,10 +23,11 @@ from atlasjax.cli.serve import ServeCommand, _checked
 from atlasjax.data.tokenizers import ByteTokenizer
 from atlasjax.generate import ContextFiles, SamplingConfig, generate
 from atlasjax.nn import LanguageModel, MemoryConfig, ModelConfig
-from atlasjax.serve import BatchConfig, Batcher, Worker
+from atlasjax.serve import BatchConfig, Batcher, Worker, rendering
 from atlasjax.serve.chat import PlainChat, TemplateChat
 from atlasjax.serve.limits import Limits
 from atlasjax.serve.memories import Memories
+from atlasjax.storage import locks
 from atlasjax.train import ConfigError
 
 NEEDS = "needs the extra 'serve' (starlette, uvicorn) and OpenAI's client"
@@ -331,7 +332,7 @@ def test_the_moving_average_is_asked_for(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr("atlasjax.cli.serve.load_run", load)
     for options in ([], ["--ema"], ["--ema", "--step", "3"]):
-        assert cli.main(["serve", "--run-dir", str(tmp_path), *options]) == 2
+        assert cli.main(["serve", "--port", "0", "--run-dir", str(tmp_path), *options]) == 2
         assert capsys.readouterr().err == "atlasjax: this is enough\n"
     assert given == [(str(tmp_path), None, False), (str(tmp_path), None, True), (str(tmp_path), 3, True)]
 
@@ -346,10 +347,10 @@ def test_files_that_are_no_token_and_no_folder(tmp_path, monkeypatch, capsys):
         (["--run-dir", "file"], "there is no run in it"),
     ]:
         options = [str(tmp_path / one) if one.startswith("file") else one for one in options]
-        assert cli.main(["serve", "--run-dir", str(tmp_path), *options]) == 2
+        assert cli.main(["serve", "--port", "0", "--run-dir", str(tmp_path), *options]) == 2
         assert words in capsys.readouterr().err.replace(f"{tmp_path}/", "")
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["serve", "--run-dir", "file"]) == 2
+    assert cli.main(["serve", "--port", "0", "--run-dir", "file"]) == 2
     assert "there is no run in it" in capsys.readouterr().err
 
 
@@ -367,6 +368,49 @@ def test_the_variable_of_the_token(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("ATLASJAX_SERVE_TOKEN", "")
     assert start() == 2
     assert "give a token" in capsys.readouterr().err
+
+
+def test_a_template_that_loops_or_errs_keeps_nobody_from_an_answer(tmp_path, monkeypatch, caplog):
+    pytest.importorskip("jinja2", reason=NEEDS)
+    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    template = (
+        "{% if 'loop' in messages[0].content %}" + endless + "{% elif 'zero' in messages[0].content %}"
+        "{{ 1 // (messages|length - 1) }}{% endif %}{{ messages[0].content }}"
+    )
+    chat = TemplateChat(template, {})
+    monkeypatch.setattr(rendering, "SECONDS", 2.0)
+    ask = lambda text: {"messages": [{"role": "user", "content": text}], **OPTIONS}
+    with serving(tmp_path, chat=chat) as (address, _), concurrent.futures.ThreadPoolExecutor(6) as pool:
+        post = lambda text: raw(address, "POST", "/v1/chat/completions", json.dumps(ask(text)).encode())
+        looping = [pool.submit(post, "loop") for _ in range(6)]
+        until(lambda: not chat._renderer._idle)
+        assert raw(address, "GET", "/health")[0] == 200
+        assert client_of(address).completions.create(prompt="a", **OPTIONS).usage.completion_tokens == 12
+        for found in looping:
+            status, body = found.result()
+            assert (status, body["error"]["param"]) == (400, "messages")
+            assert body["error"]["message"] == "the chat template refuses the messages: it takes longer than 2 s."
+        monkeypatch.setattr(rendering, "SECONDS", 60.0)
+        status, body = post("zero")
+        assert (status, "ZeroDivisionError: " in body["error"]["message"]) == (400, True)
+        assert post("hello")[0] == 200
+    assert "Traceback" not in caplog.text
+
+
+def test_another_server_has_the_memories(tmp_path, capsys):
+    """Said before a model is loaded: there is none."""
+    (tmp_path / "memories").mkdir(mode=0o700)
+    with locks.take(tmp_path / "memories/lock"):
+        assert cli.main(["serve", "--port", "0", "--run-dir", str(tmp_path)]) == 2
+    assert (
+        f"memories is '{tmp_path}/memories'; another server uses it (process {os.getpid()} on"
+        in capsys.readouterr().err
+    )
+
+
+def test_more_connections_than_files(tmp_path, capsys):
+    assert cli.main(["serve", "--port", "0", "--run-dir", str(tmp_path), "--connections", str(10**9)]) == 2
+    assert "connections is 1000000000; this process may open" in capsys.readouterr().err
 
 
 PROGRAM = """
