@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import pathlib
 import time
 
 import jax
@@ -254,6 +255,18 @@ def test_a_damaged_file_is_no_choice(registry, tmp_path, content):
     with pytest.warns(UserWarning, match=words) as said:
         assert [tuned.choice_for(RULE, q, q) for _ in range(2)] == [None, None]
     assert len(said) == 1
+
+
+def test_a_user_without_a_home_has_no_choices(registry, monkeypatch):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("ATLASJAX_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pathlib.Path, "home", no_home)
+    assert tuned.read() == {}
+    with pytest.raises(FileNotFoundError, match="set ATLASJAX_CACHE"):
+        tuned.write(choice(tuned.key_of(RULE, 4, 4, "float32"), "xla"))
 
 
 @pytest.mark.parametrize(("field", "value"), [

@@ -125,8 +125,8 @@ def read(folder: pathlib.Path | None = None) -> dict[Key, list[Choice]]:
 
     A damaged cache stops no `memory.scan`: without it, the library's own table decides (`fastest`).
     """
-    path = (folder or cache.folder()) / FILE
     try:
+        path = (folder or cache.folder()) / FILE
         modified = path.stat().st_mtime_ns
     except (FileNotFoundError, NotADirectoryError):
         return {}

@@ -4,7 +4,6 @@ A process is started when a template is there, and stays for the next text. Jinj
 limits of time, of memory and of the text's length keep it from exhausting the machine.
 """
 
-import importlib.util
 import json
 import os
 import pathlib
@@ -42,8 +41,6 @@ class Renderer:
     """
 
     def __init__(self, template: str):
-        if importlib.util.find_spec("jinja2") is None:
-            raise ImportError("No module named 'jinja2'")
         self._template = template
         self._idle: list[_Process] = []
         self._lock = threading.Lock()
@@ -94,7 +91,9 @@ class _Process:
                 raise RenderingError(f"its process cannot be started ({error.strerror})") from None
         self.end = weakref.finalize(self, _end, self._process, self._socket)
         path = [one for one in sys.path if one]
-        self.ask({"path": path, "seconds": SECONDS + _SPARE_SECONDS, "most": _MOST}, _START_SECONDS)
+        answer = self.ask({"path": path, "seconds": SECONDS + _SPARE_SECONDS, "most": _MOST}, _START_SECONDS)
+        if "missing" in answer:
+            raise ImportError(answer["missing"])
 
     @property
     def is_alive(self) -> bool:

@@ -25,7 +25,11 @@ def main() -> None:
     given, said = sys.stdin.buffer, sys.stdout.buffer
     settings = _read(given) or sys.exit()
     sys.path[:] = settings["path"]
-    template = _Template(settings["most"])
+    try:
+        template = _Template(settings["most"])
+    except ImportError as error:
+        _write(said, {"missing": str(error)})
+        return
     _write(said, {})
     while (question := _read(given)) is not None:
         # Nothing handles the signal, so it ends this process. A handler would wait for the end of a long operation.

@@ -4,6 +4,7 @@ import concurrent.futures
 import io
 import json
 import pathlib
+import sys
 import time
 
 import pytest
@@ -199,3 +200,9 @@ def test_a_renderer_ends_its_processes_and_gives_them_no_secret(monkeypatch):
         assert b"a-secret" not in environment.read_bytes()
     del chat
     assert process.poll() is not None
+
+
+def test_jinja_is_missing(monkeypatch):
+    monkeypatch.setattr(sys, "path", ["/nowhere"])
+    with pytest.raises(ImportError, match="No module named 'jinja2'"):
+        TemplateChat("fine", {})
