@@ -242,7 +242,8 @@ class _Generation:
             async with asyncio.timeout(service.limits.seconds):
                 tokens = await loop.run_in_executor(self._threads, self._tokens, parsed, context)
         except TimeoutError:
-            raise RequestError(503, "too many chats wait for their template.", code="timeout") from None
+            seconds = service.limits.seconds
+            raise RequestError(503, f"the text was not put together after {seconds:g} s.", code="timeout") from None
         events: asyncio.Queue[requests.Event] = asyncio.Queue()
         before = len(tokens) + (0 if context is None else int(context.num_tokens[0]))
         most, longest = parsed.max_tokens, service.worker.batcher.longest

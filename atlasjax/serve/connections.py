@@ -47,7 +47,6 @@ class Connection(H11Protocol):
     """
 
     transport: asyncio.Transport
-    cycle: RequestResponseCycle | None
 
     def __init__(self, *, limits: Limits, **others: Any):
         super().__init__(**others)

@@ -236,7 +236,8 @@ class Memories:
         """
         with self._lock:
             oldest = self._clock() - self._limits.hours * 3600
-            num_bytes, kept = storage.sweep(self._folder), []
+            num_bytes = storage.sweep(self._folder)
+            kept: list[Entry] = []
             for entry in self._entries():
                 over = len(kept) >= self._limits.count or num_bytes + entry.num_bytes > self._limits.gigabytes * 1e9
                 if (over or entry.used < oldest) and entry.name not in self._used | {saved}:

@@ -83,7 +83,7 @@ class _Process:
                 # No variable of the server, such as its token, and no signal of its terminal.
                 self._process = subprocess.Popen(
                     [sys.executable, "-P", str(pathlib.Path(template_child.__file__))],
-                    stdin=theirs, stdout=theirs, stderr=subprocess.DEVNULL, start_new_session=True,
+                    stdin=theirs.fileno(), stdout=theirs.fileno(), stderr=subprocess.DEVNULL, start_new_session=True,
                     env={name: os.environ[name] for name in _VARIABLES if name in os.environ},
                 )  # fmt: skip
             except OSError as error:
