@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 import atlasjax
-from atlasjax import storage
+from atlasjax import json_text, storage
 from atlasjax.data.config import DataConfig
 from atlasjax.data.prepared import load_tokens
 from atlasjax.data.sources import embedded_documents, load_text
@@ -192,7 +192,7 @@ class _Cells:
         try:
             # Not `splitlines`: answers may have other characters that end a line.
             for line in self.file.read_bytes().decode().removesuffix("\n").split("\n")[1:]:
-                name, depth, fields = json.loads(line)
+                name, depth, fields = json_text.parse(line, "a line")
                 self._results[name, fields["length"], depth] = report.of_json(fields)
                 self._lines.append(line)
         except (ValueError, KeyError, TypeError) as error:

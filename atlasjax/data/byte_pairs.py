@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from atlasjax import storage
+from atlasjax import json_text, storage
 from atlasjax.data.pieces import last_word_cut, words_are_apart
 from atlasjax.data.tokenizer_base import (
     Control,
@@ -44,7 +44,7 @@ class BpeTokenizer(WithControl):
             self._tokenizer = tokenizers.Tokenizer.from_str(definition)
         except Exception as error:  # the library raises bare Exception
             raise ValueError(f"The tokenizer {name!r} is not a tokenizers JSON file: {error}") from None
-        parsed = json.loads(definition)
+        parsed = json_text.parse(definition, f"The tokenizer {name!r}")
         self._tokenizer.no_truncation()  # a file may truncate every text to 512 tokens
         self._tokenizer.no_padding()
         self._has_cuts = words_are_apart(parsed)

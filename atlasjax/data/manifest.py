@@ -8,11 +8,12 @@ import numpy as np
 from atlasjax import check
 from atlasjax.data.config import Packing, Split
 from atlasjax.data.token_files import TokenFile
-from atlasjax.storage import AnyPath, write_whole
+from atlasjax.storage import AnyPath, read_json, write_whole
 
 FILE = "manifest.json"
 _FORMAT = 2
 _FORMATS = (1, 2)  # 1 has no checksums of the ends of documents
+_DTYPES = ("uint8", "uint16", "uint32")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,8 +72,17 @@ def read_manifest(folder: AnyPath) -> Manifest:
       ValueError: it is damaged or has another format version.
     """
     path = folder / FILE
+    damaged = ValueError(f"The manifest {str(path)!r} is damaged.")
     try:
-        saved = json.loads(path.read_bytes())
+        saved = read_json(path)
+    except (FileNotFoundError, NotADirectoryError):
+        raise FileNotFoundError(
+            f"{str(folder)!r} is not prepared data: {FILE} is missing. `atlasjax prepare` writes it last. To resume an interrupted "
+            "preparation, run the same command again."
+        ) from None
+    except ValueError:
+        raise damaged from None
+    try:
         if saved["format"] not in _FORMATS:
             raise ValueError(
                 f"The prepared data {str(folder)!r} has format {saved['format']}; this atlasjax reads format {_FORMAT}."
@@ -82,13 +92,10 @@ def read_manifest(folder: AnyPath) -> Manifest:
         fields["splits"] = {
             split: tuple(_checked(TokenFile(**file)) for file in files) for split, files in saved["splits"].items()
         }
-    except (FileNotFoundError, NotADirectoryError):
-        raise FileNotFoundError(
-            f"{str(folder)!r} is not prepared data: {FILE} is missing. `atlasjax prepare` writes it last. To resume an interrupted "
-            "preparation, run the same command again."
-        ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError, RecursionError):
-        raise ValueError(f"The manifest {str(path)!r} is damaged.") from None
+    except (KeyError, TypeError, AttributeError):
+        raise damaged from None
+    if fields["dtype"] not in _DTYPES:  # NumPy knows dtypes whose values are addresses
+        raise damaged
     return Manifest(**fields)
 
 

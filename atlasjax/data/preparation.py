@@ -122,7 +122,7 @@ def prepare(
         begun = folder / _REQUEST
         wanted = {"request": request, "inputs": inputs.identity}
         if begun.exists():
-            saved = json.loads(begun.read_bytes())
+            saved = storage.read_json(begun)
             _check_same(folder, saved["request"], request)
             if not inputs.has_identity(saved["inputs"]):
                 raise _changed(folder)
@@ -164,7 +164,7 @@ def _prepare_in_store(
         return _finished(config, folder, request)
     resumes = begun.exists()
     if resumes:
-        _check_same(folder, json.loads(begun.read_bytes()), request)
+        _check_same(folder, storage.read_json(begun), request)
     elif folder.exists():
         raise ValueError(f"The folder {str(folder)!r} contains other files. Use an empty or new folder.")
     storage.write_whole(begun, json.dumps(request).encode())  # also shows that the bucket can be written
@@ -445,7 +445,7 @@ class _Stage:
         for name in tasks:
             path = self.folder / f"{name}.json"
             if path.exists():
-                self.finished[name] = TokenFile(**json.loads(path.read_bytes()))
+                self.finished[name] = TokenFile(**storage.read_json(path))
         kept = sum(file.tokens for file in self.finished.values())
         waiting = {task: name for name, task in tasks.items() if name not in self.finished}
         order = sorted(waiting, key=lambda task: -self.sizes[waiting[task]])

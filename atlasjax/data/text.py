@@ -3,12 +3,11 @@
 import codecs
 import difflib
 import gzip
-import json
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import IO, Literal
 
-from atlasjax import storage
+from atlasjax import json_text, storage
 from atlasjax.data.documents import TextDocuments
 from atlasjax.data.files import COMPRESSIONS, expand, machine_memory
 
@@ -121,10 +120,7 @@ def json_documents(
         if not line.strip():
             continue
         where = f"Line {number} of the data file {str(path)!r}"
-        try:
-            found = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{where} is not JSON: {error}.") from None
+        found = json_text.parse(line, where)
         if not isinstance(found, dict):
             raise ValueError(f"{where} is not a JSON object, but a {type(found).__name__}.")
         if field not in found:

@@ -103,11 +103,11 @@ def load_tokenizer(directory: str | os.PathLike[str] | storage.StorePath) -> Tok
     """
     folder = storage.path(directory)
     try:
-        described = json.loads((folder / KIND_FILE).read_bytes())
+        described = storage.read_json(folder / KIND_FILE)
         kind = described["kind"]
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(f"There is no tokenizer in {str(folder)!r}: {KIND_FILE} is missing.") from None
-    except (ValueError, KeyError, TypeError, RecursionError, IsADirectoryError):
+    except (ValueError, KeyError, TypeError, IsADirectoryError):
         raise ValueError(f"The tokenizer file {str(folder / KIND_FILE)!r} is damaged.") from None
     if kind == "byte":
         return ByteTokenizer()

@@ -1,10 +1,10 @@
 """Reading of the files of public weights. What a clone or a cache left incomplete is told from what is damaged."""
 
-import json
 import os
 import pathlib
 
 from atlasjax.storage import AnyPath
+from atlasjax.storage import read_json as read_any
 from atlasjax.train.errors import ConfigError
 
 _POINTER = b"version https://git-lfs"
@@ -27,20 +27,9 @@ def read_json(file: AnyPath) -> dict[str, object]:
       ConfigError: it is not JSON, another value, or has a key twice.
     """
     try:
-        found = json.loads(file.read_bytes(), object_pairs_hook=_without_repetition)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{str(file)!r} is not JSON: {error}.") from None
-    except KeyError as error:
-        raise ConfigError(f"{str(file)!r} has the key {error.args[0]!r} twice; it should have it once.") from None
+        found = read_any(file, once=True)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     if not isinstance(found, dict):
         raise ConfigError(f"{str(file)!r} is not an object of JSON.")
-    return found
-
-
-def _without_repetition(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found: dict[str, object] = {}
-    for key, value in pairs:
-        if key in found:
-            raise KeyError(key)
-        found[key] = value
     return found

@@ -7,7 +7,7 @@ from typing import TypedDict
 
 from atlasjax.interop import table, tensors
 from atlasjax.interop.tensors import listed
-from atlasjax.storage import AnyPath, write_whole
+from atlasjax.storage import AnyPath, read_json, write_whole
 from atlasjax.train.errors import ConfigError
 
 PEER = "peer"  # folder in a run's folder: what was imported with the weights
@@ -47,10 +47,10 @@ def read(peer: AnyPath, families: Iterable[str]) -> Manifest | None:
     if not file.is_file():
         return None
     try:
-        manifest = json.loads(file.read_bytes())
+        manifest = read_json(file)
         family, files = manifest["family"], manifest["files"]
         intact = isinstance(family, str) and isinstance(files, dict) and all(map(_is_file, files, files.values()))
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError):
         intact = False
     if not intact:
         raise _damaged(peer, "it is not what the import wrote")

@@ -17,7 +17,7 @@ import warnings
 import jax
 import jax.numpy as jnp
 
-from atlasjax import cache, check, storage
+from atlasjax import cache, check, json_text, storage
 
 FILE = "tuned.json"
 Key = tuple[str, str, str, str, int, int, str]  # what a choice is for: device, versions, rule, head sizes and dtype
@@ -142,10 +142,10 @@ def _read(path: pathlib.Path, modified: int) -> tuple[dict[Key, list[Choice]], l
     try:
         if not path.is_file():  # reading a FIFO would wait for ever
             raise ValueError("it is not a file")
-        rows = json.loads(path.read_bytes())
+        rows = json_text.parse(path.read_bytes(), "it")
         if not isinstance(rows, list):
             raise ValueError("it is not a list")
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         _warn(path, error)
         return {}, []
     choices: dict[Key, list[Choice]] = {}

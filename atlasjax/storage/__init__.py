@@ -12,6 +12,7 @@ from atlasjax.storage.paths import (
     is_outage,
     local_path,
     path,
+    read_json,
     read_object,
 )
 from atlasjax.storage.writing import new_folder, replacing, sweep, temporary_folder, write_whole
@@ -30,6 +31,7 @@ __all__ = [
     "new_folder",
     "open_log",
     "path",
+    "read_json",
     "read_log",
     "read_object",
     "replacing",

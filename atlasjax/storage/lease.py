@@ -11,8 +11,9 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from atlasjax import json_text
 from atlasjax.storage.paths import StoreError, StorePath, explained
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ class Lease:
         written = self._write(self._content, generation)
         if not written:  # another came first; or our write was answered by an error, and repeated
             now = self._read()
-            if now.state != "value" or json.loads(now.value or b"{}").get("token") != self._token:
+            if now.state != "value" or _saved(now.value).get("token") != self._token:
                 raise refusal(now.value)
             written = now.stamp.generation
         self._generation = written
@@ -154,11 +155,19 @@ class Lease:
 
 def _described(value: bytes) -> tuple[float, str]:
     """(seconds that a lease runs, its owner)."""
+    saved = _saved(value)
     try:
-        saved = json.loads(value)
         return float(saved["seconds"]), str(saved["owner"])
     except (ValueError, KeyError, TypeError):
         return SECONDS, "an unknown process"
+
+
+def _saved(value: bytes) -> dict[str, Any]:
+    """What a lease says; nothing if it is not one of ours."""
+    with contextlib.suppress(ValueError):
+        found = json_text.parse(value, "the lease")
+        return found if isinstance(found, dict) else {}
+    return {}
 
 
 def _check_bucket(folder: StorePath) -> None:

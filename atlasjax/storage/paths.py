@@ -4,7 +4,6 @@ import contextlib
 import fnmatch
 import functools
 import glob
-import json
 import logging
 import os
 import pathlib
@@ -12,6 +11,7 @@ import types
 from collections.abc import Iterator
 from typing import IO, TYPE_CHECKING, Any, Literal
 
+from atlasjax import json_text
 from atlasjax.names import lookup
 
 if TYPE_CHECKING:
@@ -287,6 +287,16 @@ def local_path(name: str | os.PathLike[str]) -> pathlib.Path:
     return found
 
 
+def read_json(path: AnyPath, *, once: bool = False) -> Any:
+    """The JSON value of a file. once: whether an object with the same key twice is refused.
+
+    Raises:
+      ValueError: it is not JSON (`json_text.parse`); the message names the file.
+      OSError: it cannot be read; FileNotFoundError: it is not there.
+    """
+    return json_text.parse(path.read_bytes(), repr(str(path)), once=once)
+
+
 def read_object(path: AnyPath) -> dict[str, Any]:
     """A file's JSON object; {} if there is no file, or if it has another value.
 
@@ -295,10 +305,7 @@ def read_object(path: AnyPath) -> dict[str, Any]:
     """
     if not path.is_file():
         return {}
-    try:
-        found = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{str(path)!r} is not JSON ({error}).") from None
+    found = read_json(path)
     return found if isinstance(found, dict) else {}
 
 

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from atlasjax import storage
+from atlasjax import json_text, storage
 from atlasjax.storage.logs import naming
 
 _RESUMED = "resumed"
@@ -45,8 +45,8 @@ def read(path: str | storage.AnyPath) -> list[dict[str, Any]]:
 
 def _record(line: bytes) -> dict[str, Any] | None:
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
+        record = json_text.parse(line, "the line")
+    except ValueError:
         return None
     whole = isinstance(record, dict) and type(record.get("step")) is int and isinstance(record.get("kind"), str)
     return record if whole else None
