@@ -36,7 +36,7 @@ case ${1:-} in
     # 8476 is the port that the firewall of Cloud TPU leaves open between the hosts of a slice.
     on_all "set -e; . atlasjax-venv/bin/activate; export JAX_COORDINATOR_PORT=8476
       nohup setsid atlasjax/launch/run.sh atlasjax train --preset $PRESET --processes.distributed --run-dir $RUN_DIR \
-        --data.source text --data.packing documents --data.paths $DATA $OPTIONS > atlasjax.log 2>&1 < /dev/null &"
+        --compilation-cache True --data.source text --data.packing documents --data.paths $DATA $OPTIONS > atlasjax.log 2>&1 < /dev/null &"
     ;;
   log)
     tpu tpu-vm ssh "$NAME" --worker="${2:-0}" --command 'tail -n 50 -f atlasjax.log'

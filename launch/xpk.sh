@@ -15,4 +15,4 @@ OPTIONS=${OPTIONS:---mesh.fsdp 16 --mesh.tensor 4}  # further options of `atlasj
 xpk workload create --cluster "$CLUSTER" --workload "$NAME" --tpu-type "$TPU_TYPE" --num-slices "$SLICES" \
   --docker-image "$IMAGE" --max-restarts 20 "$@" \
   --command "RESTARTS=0 JAX_COORDINATOR_PORT=8476 /opt/atlasjax/launch/run.sh atlasjax train --preset $PRESET \
---processes.distributed --run-dir $RUN_DIR --data.source text --data.packing documents --data.paths $DATA $OPTIONS"
+--processes.distributed --run-dir $RUN_DIR --compilation-cache True --data.source text --data.packing documents --data.paths $DATA $OPTIONS"

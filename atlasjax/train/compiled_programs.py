@@ -3,6 +3,9 @@
 JAX's own persistent compilation cache works in a temporary folder of each process. It is filled from the run's folder at the start,
 and process 0 copies back what is new. In between, JAX sees only a local disk: a bucket that does not answer, a file that was cut
 off or two processes at one file cannot disturb it.
+
+A program is machine code, and whoever can write to the folder can change it. So it is used only where the user has asked for it in
+this job: never by default, and not because a run's config says so (`runs.run_config`).
 """
 
 import concurrent.futures
@@ -26,15 +29,6 @@ _SUM = hashlib.sha256().digest_size
 _WORKERS = 8  # files read at the same time
 
 Say = Callable[[str], None]
-
-
-def wanted(config: TrainConfig) -> bool:
-    """Whether a run keeps its compiled programs. Call after the processes have been joined."""
-    if config.compilation_cache is not None:
-        return config.compilation_cache
-    own = jax.config.values["jax_compilation_cache_dir"]  # the user's choice for all programs
-    in_bucket = isinstance(run_folder(config.run_dir), storage.StorePath)
-    return not own and (in_bucket or jax.process_count() > 1)
 
 
 class CompiledPrograms:
@@ -116,7 +110,7 @@ class CompiledPrograms:
 
 @contextlib.contextmanager
 def kept(config: TrainConfig, say: Say) -> Iterator[CompiledPrograms | None]:
-    """The compiled programs of a run, with JAX's cache in use; None, and nothing is changed, if they are not `wanted`.
+    """The compiled programs of a run, with JAX's cache in use; None, and nothing is changed, without `config.compilation_cache`.
 
     All processes must enter it. No error of the storage is raised: programs that cannot be read or kept are compiled again.
 
@@ -124,7 +118,7 @@ def kept(config: TrainConfig, say: Say) -> Iterator[CompiledPrograms | None]:
       config: the run.
       say: prints a line.
     """
-    if not wanted(config):
+    if not config.compilation_cache:
         yield None
         return
     # Of these paths, JAX makes those of XLA's own caches part of an entry's name; a temporary one would never be found again.

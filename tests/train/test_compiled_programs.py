@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import logging
 import pathlib
 
@@ -11,7 +12,7 @@ import pytest
 from atlasjax import storage
 from atlasjax.config_json import to_dict
 from atlasjax.distributed import MeshConfig, ProcessConfig
-from atlasjax.train import OptimizerConfig, compiled_programs, train
+from atlasjax.train import OptimizerConfig, compiled_programs, runs, train
 from tests.distributed.test_processes import coordinator
 from tests.train.tiny import child, config, finish, train_losses
 
@@ -89,20 +90,24 @@ def test_a_second_start_does_not_compile_again(tmp_path, keep_all, caplog, capsy
     assert train_losses(run.run_dir)[:4] == losses
 
 
-def test_where_it_is_used(tmp_path, monkeypatch, request):
-    """By default in a bucket and with several processes, unless the user has a cache."""
+def test_only_who_asks_for_it_runs_what_is_kept(tmp_path, monkeypatch):
+    """A program is code. Neither several processes, nor a bucket, nor the config in a run's folder is a reason to load one."""
     run = config(tmp_path)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    assert not compiled_programs.wanted(run)  # the tests have a cache
-    assert compiled_programs.wanted(dataclasses.replace(run, compilation_cache=True))
-    own = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_compilation_cache_dir", None)
-    request.addfinalizer(lambda: jax.config.update("jax_compilation_cache_dir", own))
-    assert compiled_programs.wanted(run)
-    monkeypatch.setattr(jax, "process_count", lambda: 1)
-    assert not compiled_programs.wanted(run)
-    assert compiled_programs.wanted(dataclasses.replace(run, run_dir="gs://bucket/run"))
-    assert not compiled_programs.wanted(dataclasses.replace(run, run_dir="gs://bucket/run", compilation_cache=False))
+    monkeypatch.setattr(compiled_programs.CompiledPrograms, "load", lambda self: pytest.fail("programs are loaded"))
+    for one in (
+        run,
+        dataclasses.replace(run, run_dir="gs://bucket/run"),
+        dataclasses.replace(run, compilation_cache=False),
+    ):
+        with compiled_programs.kept(one, print) as programs:
+            assert programs is None
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(to_dict(dataclasses.replace(run, compilation_cache=True))))
+    saved = runs.run_config(folder)
+    assert saved is not None
+    assert saved.compilation_cache is None
 
 
 def test_a_folder_that_cannot_be_read_or_written(tmp_path):
