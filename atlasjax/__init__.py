@@ -1,7 +1,7 @@
 """atlasjax: sequence models that learn at test time, in JAX."""
 
 import importlib
-from types import ModuleType
+from typing import Any
 
 __version__ = "0.1.0"
 
@@ -25,11 +25,15 @@ _LAZY = {
 } | {name: f"atlasjax.mixers.{name}" for name in ("elastic", "gam")}
 
 
-def __getattr__(name: str) -> ModuleType:
+def __getattr__(name: str) -> Any:
+    if name == "trust":
+        from atlasjax.trusted import trust
+
+        return trust
     if name in _LAZY:
         return importlib.import_module(_LAZY[name])
     raise AttributeError(f"module 'atlasjax' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_LAZY])
+    return sorted([*globals(), *_LAZY, "trust"])

@@ -7,6 +7,7 @@ import typing
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal, TypeVar
 
+from atlasjax import trusted
 from atlasjax.names import lookup
 
 if TYPE_CHECKING:
@@ -26,17 +27,46 @@ def _to_json(value: object) -> object:
     return [_to_json(item) for item in value] if isinstance(value, tuple | list) else value
 
 
-def from_dict(cls: type[C], values: Mapping[str, object]) -> C:
+def from_dict(cls: type[C], values: Mapping[str, object], file: str | None = "a config") -> C:
     """The inverse of `to_dict`.
 
     Args:
       cls: the dataclass to build.
       values: field name → JSON value. Missing fields keep their defaults.
+      file: what the values are from, for the line that says what is imported. None: from another process of this program, whose
+        names of objects are resolved; those of a file only if they are trusted (`atlasjax.trusted`).
 
     Raises:
       ValueError: an unknown field (the message suggests the closest one), a missing field without a default, a value of the wrong
-        type, or a value that the dataclass rejects.
+        type, a value that the dataclass rejects, or the name of an object that a file may not give.
     """
+    if file is None:
+        return _from_dict(cls, values)
+    with trusted.reading(file, values):
+        return _from_dict(cls, values)
+
+
+def completed(values: object, config: "DataclassInstance") -> object:
+    """What a file says of a config, with the defaults of fields that did not exist yet when it was written. Builds no config.
+
+    Args:
+      values: from `to_dict`, read from a file; anything else is returned as it is.
+      config: a config of the kind that it should be, whose class has the defaults.
+    """
+    if not isinstance(values, dict):
+        return values
+    defaults: dict[str, object] = {}
+    for field in dataclasses.fields(config):
+        if field.default is not dataclasses.MISSING:
+            defaults[field.name] = _to_json(field.default)
+        elif field.default_factory is not dataclasses.MISSING:
+            defaults[field.name] = _to_json(field.default_factory())
+    inner = {name: getattr(config, name, None) for name in values}
+    own = {name: completed(values[name], one) for name, one in inner.items() if dataclasses.is_dataclass(one)}  # type: ignore[arg-type]
+    return defaults | values | own
+
+
+def _from_dict(cls: type[C], values: Mapping[str, object]) -> C:
     if not isinstance(values, Mapping):
         raise ValueError(f"{cls.__name__}: expected a dictionary of fields, got {values!r}.")
     hints = typing.get_type_hints(cls)
@@ -59,7 +89,7 @@ def _from_json(where: str, kind: object, value: object) -> object:
         return None
     for option in options:
         if dataclasses.is_dataclass(option):
-            return from_dict(option, value)  # type: ignore[arg-type]
+            return _from_dict(option, value)  # type: ignore[arg-type, type-var]
         if typing.get_origin(option) is Literal:
             choices = typing.get_args(option)
             if value in choices:

@@ -1,7 +1,7 @@
 """Name lookup: in a table, with a suggestion for unknown names, or by importing an object from a user's module.
 
 Configs store names, so that they can be saved and loaded in another process. "package.module:object" names any importable
-object. A class or function passed directly is stored under that name.
+object. A class or function passed directly is stored under that name. What a file may name is decided in `atlasjax.trusted`.
 """
 
 import contextlib
@@ -12,6 +12,8 @@ import json
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
+
+from atlasjax import json_text, trusted
 
 T = TypeVar("T")
 
@@ -43,17 +45,24 @@ def lookup(kind: str, name: str, table: Mapping[str, T]) -> T:
 def resolve(kind: str, name: str, table: Mapping[str, object]) -> Any:
     """The object that a name refers to: `table[name]`, or the imported object for "package.module:object".
 
+    A name that a file gives is one of the table's objects, or is refused unless its module is trusted (`trusted.reading`).
+
     Args:
       kind, name, table: as in `lookup`.
 
     Raises:
-      ValueError: the name is not in the table, the module cannot be imported or raises an error, or it has no such object.
+      ValueError: the name is not in the table, the module cannot be imported or raises an error, it has no such object, or a file
+        gives the name and may not.
     """
-    if ":" not in name:
+    if ":" not in name or name in table:
         return lookup(kind, name, table)
+    for known in table.values():
+        if name == _full_name(known):
+            return known
     module_name, _, path = name.partition(":")
-    if not module_name or module_name.startswith("."):
-        raise ValueError(f"{kind} is {name!r}; it should be like 'package.module:object'.")
+    if "" in (*module_name.split("."), *path.split(".")):
+        raise ValueError(f"{kind} is {name!r:.200}; it should be like 'package.module:object'.")
+    trusted.admit(kind, name)
     try:
         found: Any = importlib.import_module(module_name)
     except ImportError as error:
@@ -69,23 +78,33 @@ def resolve(kind: str, name: str, table: Mapping[str, object]) -> Any:
             hint = f" Did you mean {close[0]!r}?" if close else ""
             raise ValueError(f"{kind} {name!r}: {module_name!r} has no {path!r}.{hint}")
         found = getattr(found, part)
+    trusted.check_owner(kind, name, found)
     return found
+
+
+def _full_name(value: object) -> str:
+    """The name "package.module:object" of a class or function, whether or not it can be imported by it."""
+    return f"{getattr(value, '__module__', '')}:{getattr(value, '__qualname__', '')}"
 
 
 def name_of(kind: str, value: object) -> str:
     """The name "package.module:object" of a class or function. A string is returned unchanged.
 
+    A file may give the name too from now on (`trusted.give`).
+
     Raises:
       ValueError: the object cannot be imported by name, such as a lambda or a class defined inside a function.
     """
     if isinstance(value, str):
+        trusted.give(value)
         return value
-    name = f"{getattr(value, '__module__', '')}:{getattr(value, '__qualname__', '')}"
+    name = _full_name(value)
     if not callable(value) or "<" in name or name.startswith(":"):
         raise ValueError(
             f"{kind} must be a name, or a class or function at the top of a module, so that a saved config can name it; "
             f"got {value!r}."
         )
+    trusted.give(name)
     return name
 
 
@@ -100,7 +119,7 @@ def options_text(owner: str, name: str, value: object) -> str:
       ValueError: `value` is neither.
     """
     try:
-        options = json.loads(value) if isinstance(value, str) else value
+        options = json_text.parse(value, "it") if isinstance(value, str) else value
         if not isinstance(options, Mapping):
             raise TypeError("not a JSON object")
         return json.dumps(dict(options), sort_keys=True)

@@ -55,8 +55,17 @@ def test_a_language_model_of_own_parts_from_the_command_line(bounded, tmp_path, 
     assert cli.main([*options, "--steps", "3"]) == 0
     assert "step 3/3" in capsys.readouterr().out
     assert cli.main([*options, "--steps", "5"]) == 0
-    assert "step 5/5" in capsys.readouterr().out
-    place = ["--run-dir", str(tmp_path / "run")]
+    said = capsys.readouterr().out
+    assert "step 5/5" in said
+    for command in ("continue: ", "sample more: ", "measure: "):  # they can be copied
+        (line,) = [line for line in said.splitlines() if line.startswith(command)]
+        assert "--trust tests.own_parts" in line
+    run_dir = str(tmp_path / "run")
+    place = ["--run-dir", run_dir, "--trust", "tests.own_parts"]
+    assert (
+        cli.main(["generate", "--run-dir", run_dir, "--prompt", "1 2"]) == 2
+    )  # the config in the folder says it, not the user
+    assert "add --trust tests.own_parts" in capsys.readouterr().err
     assert cli.main(["generate", *place, "--prompt", "1 2", "--max-tokens", "4"]) == 0
     assert capsys.readouterr().out.startswith("1 2")
     done = run(tmp_path, "evaluate", *place, "--max-batches", "1")  # another process finds everything by name
@@ -78,9 +87,10 @@ def test_a_mixer_that_does_not_decode_and_an_optimizer_that_takes_the_loss(tmp_p
     out = capsys.readouterr().out
     assert "sample" not in out
     assert "measure:" in out
-    assert cli.main(["evaluate", *place, "--max-batches", "1"]) == 0
+    assert cli.main(["evaluate", *place, "--trust", "tests.own_parts", "--max-batches", "1"]) == 0
     (text := tmp_path / "text.txt").write_text("a text")
     capsys.readouterr()
+    place += ["--trust", "tests.own_parts"]
     for command in (["generate", *place], ["evaluate", *place, "--stream", "--text", str(text)], ["serve", *place]):
         assert cli.main(command) == 2, command
         said = capsys.readouterr().err

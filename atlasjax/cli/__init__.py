@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from types import FrameType
 
+from atlasjax import trusted
 from atlasjax.names import lookup
 
 # Each command is in its own module, imported only when it is run, so that help is quick.
@@ -48,7 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     unraisable = sys.unraisablehook
     sys.unraisablehook = functools.partial(_sent_again, unraisable)
     try:
-        code = _command(given)
+        with trusted.scope():
+            code = _command(given)
         try:
             sys.stdout.flush()
         except OSError:

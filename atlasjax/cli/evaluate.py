@@ -43,6 +43,8 @@ class EvaluateCommand:
     """Step of the checkpoint. None: the newest usable one."""
     ema: bool = False
     """Take the moving average of the parameters (optimizer.ema_decay) instead of the parameters."""
+    trust: tuple[str, ...] = ()
+    """Modules of your own parts that the run's files may name, such as my_parts."""
     text: tuple[str, ...] = ()
     """Text files or folders to evaluate on. None given: the run's own held-out text and its evaluation sets."""
     encoding: Annotated[str | None, tyro.conf.arg(name="data.encoding")] = None

@@ -46,6 +46,8 @@ class GenerateCommand:
     """Step of the checkpoint. None: the newest usable one."""
     ema: bool = False
     """Take the moving average of the parameters (optimizer.ema_decay) instead of the parameters."""
+    trust: tuple[str, ...] = ()
+    """Modules of your own parts that the run's files may name, such as my_parts."""
 
 
 def run(arguments: Sequence[str]) -> None:

@@ -6,13 +6,14 @@ import re
 from collections.abc import Sequence
 from typing import TypeVar, cast
 
-from atlasjax.train.errors import ConfigError
+from atlasjax import trusted
+from atlasjax.train.errors import ConfigError, user_errors
 
 T = TypeVar("T")
 
 
 def parse(cls: type[T], command: str, description: str, arguments: Sequence[str], default: T | None = None) -> T:
-    """Parses the arguments of one command.
+    """Parses the arguments of one command, and trusts the modules of its option --trust, if it has one.
 
     Args:
       cls: the dataclass of its options.
@@ -43,6 +44,8 @@ def parse(cls: type[T], command: str, description: str, arguments: Sequence[str]
         if not exit_.code:
             raise
         raise ConfigError(_one_line(printed.getvalue(), command)) from None
+    with user_errors():
+        trusted.trust(*getattr(parsed, "trust", ()))
     return cast(T, parsed)
 
 
@@ -126,3 +129,34 @@ def pop_option(arguments: Sequence[str], name: str) -> tuple[str | None, list[st
     if value == "":
         raise ConfigError(f"--{name} is empty; it needs a value.")
     return value, rest
+
+
+_PARTS = (
+    "rule",
+    "mixer",
+    "source",
+    "name",
+    "schedule",
+    "implementation",
+    "add-memory",
+)  # options that name one of your own
+
+
+def admit_given(arguments: Sequence[str]) -> None:
+    """Trusts the modules of --trust, and notes the names of own parts, where files are read before a command line is parsed.
+
+    Raises:
+      ConfigError: a module's name is none.
+    """
+    option = ""
+    for argument in arguments:
+        value: str | None = argument
+        if argument.startswith("--"):
+            option, equals, inside = argument.removeprefix("--").partition("=")
+            option = option.replace("_", "-").rpartition(".")[2]
+            value = inside if equals else None
+        if value is not None and option == "trust":
+            with user_errors():
+                trusted.trust(value)
+        elif value is not None and option in _PARTS:
+            trusted.give(value)

@@ -34,6 +34,8 @@ class ServeCommand:
     """Step of the checkpoint. None: the newest usable one."""
     ema: bool = False
     """Take the moving average of the parameters (optimizer.ema_decay) instead of the parameters."""
+    trust: tuple[str, ...] = ()
+    """Modules of your own parts that the run's files may name, such as my_parts."""
     host: str = "127.0.0.1"
     """Address to listen at. Other than this machine's own only with a token."""
     port: int = 8000

@@ -9,9 +9,10 @@ import tyro
 
 from atlasjax import storage
 from atlasjax.cli.generate import GenerateCommand
-from atlasjax.cli.parsing import parse, pop_option
+from atlasjax.cli.parsing import admit_given, parse, pop_option
 from atlasjax.cli.report import baselines, sample_text, tokens_that_fit
 from atlasjax.cli.tune import offer
+from atlasjax.config_json import to_dict
 from atlasjax.data.tokenizers import vocabulary
 from atlasjax.nn import AttentionConfig, BranchConfig, CachingConfig, MemoryConfig
 from atlasjax.nn.mixers import check_caching
@@ -24,6 +25,7 @@ from atlasjax.train.loop import TrainResult, train
 from atlasjax.train.plot import plot_loss
 from atlasjax.train.runs import run_config
 from atlasjax.train.state import merge
+from atlasjax.trusted import own_modules
 
 _DESCRIPTION = """Trains a language model, or continues training the one in --run-dir.
 
@@ -49,10 +51,13 @@ class TrainCommand:
     model starts with the same outputs."""
     add_window: int | None = None
     """Adds softmax attention over a window of this many tokens in the same way."""
+    trust: tuple[str, ...] = ()
+    """Modules of your own parts that files of a run may name, such as my_parts. Parts that this command names need none."""
 
 
 def run(arguments: Sequence[str]) -> None:
     """Runs the command. `atlasjax.cli.main` turns its errors into exit codes."""
+    admit_given(arguments)
     given, rest = pop_option(arguments, "preset")
     run_dir, _ = pop_option(arguments, "run-dir")
     saved = run_config(run_dir) if run_dir is not None and given is None else None
@@ -170,10 +175,13 @@ def _report(name: str, config: TrainConfig, result: TrainResult) -> None:
         print(f"\nsample:\n{sample}")
     run_dir = storage.path(config.run_dir)
     quoted = shlex.quote(str(run_dir))
+    modules = own_modules(to_dict(config))
+    own = f" --trust {' '.join(modules)}" if modules else ""
     where = "" if run_dir == storage.path(default_config("atlas-tiny").run_dir) else f" --run-dir {quoted}"
+    where += own
     print(f"\ncheckpoint:   {run_dir / 'checkpoints' / result.checkpoint.name}")
     print(f"loss curve:   {run_dir / 'loss_curve.png'}")
-    print(f"continue:     atlasjax train --run-dir {quoted} --steps {2 * max(config.steps, result.step)}")
+    print(f"continue:     atlasjax train --run-dir {quoted}{own} --steps {2 * max(config.steps, result.step)}")
     prompt, most = "The statement", GenerateCommand.max_tokens
     if fitting := tokens_that_fit(config.model, tokenizer.encode(prompt), most):
         limit = "" if fitting == most else f" --max-tokens {fitting}"

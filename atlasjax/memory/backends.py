@@ -129,26 +129,29 @@ def register_backend(backend: Backend) -> None:
     BACKENDS[backend.name] = backend
 
 
-def backend_of(implementation: str) -> Backend:
-    """The backend with a given name.
+def backend_of(implementation: str, kind: str = "implementation") -> Backend:
+    """The backend with a given name. `kind` is what the name is called in messages.
 
     Raises:
       ValueError: there is none, and the message suggests the nearest name; or what "package.module:object" names is no backend.
     """
-    backend: Backend = resolve("implementation", implementation, BACKENDS)
+    backend: Backend = resolve(kind, implementation, BACKENDS)
     if implementation not in BACKENDS:
-        _check(f"implementation={implementation!r}", backend)
+        _check(f"{kind}={implementation!r}", backend)
     return backend
 
 
 def _check(where: str, backend: object) -> None:
-    """Refuses what is no backend: a class, or an object without one of the members."""
+    """Refuses what is no backend: a class, or an object without one of the members. Calls nothing."""
     if isinstance(backend, type):
         raise ValueError(f"{where}: {backend.__name__} is a class; give an instance, {backend.__name__}().")
     parts = ("name", "platform", "is_partitioned", "unsupported", "is_preferred", "scan")
     missing = [part for part in parts if not hasattr(backend, part)]
     if missing:
         raise ValueError(f"{where}: {type(backend).__name__} has no {', '.join(missing)}; see memory.Backend.")
+    odd = [part for part in ("unsupported", "is_preferred", "scan") if not callable(getattr(backend, part))]
+    if odd:
+        raise ValueError(f"{where}: {', '.join(odd)} of {type(backend).__name__} cannot be called; see memory.Backend.")
 
 
 def needs_partition(implementation: str | None, rule: Any, q: jax.Array, v: jax.Array) -> bool:

@@ -12,6 +12,13 @@ if TYPE_CHECKING:
     from atlasjax.nn.config import ModelConfig
 
 
+def resolve_mixer(name: str) -> object:
+    """The class that the name of a mixer refers to. Raises ValueError as `names.resolve`."""
+    from atlasjax.nn.mixers import MIXERS  # they take the configs that have such a name
+
+    return resolve("mixer", name, MIXERS)
+
+
 @dataclasses.dataclass(frozen=True)
 class BranchConfig:
     """A second mixer in every layer, beside the first one: the layer adds mixer(x) + λ ⊙ branch(x), with a learned λ [dim] that is
@@ -44,7 +51,7 @@ class BranchConfig:
         object.__setattr__(self, "mixer", name_of("BranchConfig: mixer", self.mixer))
         object.__setattr__(self, "mixer_options", options_text("BranchConfig", "mixer_options", self.mixer_options))
         if ":" in self.mixer:
-            resolve("mixer", self.mixer, {})
+            resolve_mixer(self.mixer)
         elif self.mixer_options != "{}":
             raise ValueError(
                 f"BranchConfig: mixer_options={self.mixer_options} are for a mixer of your own, named 'package.module:Class'; "

@@ -10,9 +10,9 @@ from atlasjax.mixers.gam import GAMConfig
 from atlasjax.mixers.infini import InfiniConfig
 from atlasjax.mixers.melodi import MelodiConfig
 from atlasjax.mixers.memorizing import MemorizingConfig
-from atlasjax.names import name_of, options_text, resolve
+from atlasjax.names import name_of, options_text
 from atlasjax.nn.attention_config import AttentionConfig, AttentionSizes
-from atlasjax.nn.branch import BranchConfig
+from atlasjax.nn.branch import BranchConfig, resolve_mixer
 from atlasjax.nn.caching import CachingConfig
 from atlasjax.nn.memory_config import MemoryConfig
 
@@ -239,7 +239,7 @@ class ModelConfig:
         object.__setattr__(self, "mixer_options", options_text("ModelConfig", "mixer_options", self.mixer_options))
         for name in self.pattern:
             if ":" in name:
-                resolve("mixer", name, {})  # fail here, with a clear message, and not when the model is built
+                resolve_mixer(name)  # fail here, with a clear message, and not when the model is built
         if self.mixer_options != "{}" and not any(":" in name for name in self.pattern):
             raise ValueError(
                 f"ModelConfig: mixer_options={self.mixer_options} are for a mixer of your own, named 'package.module:Class'; "

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from atlasjax import check, rules
-from atlasjax.memory import BACKENDS, Backend, Rule, structures
+from atlasjax.memory import Rule, structures
 from atlasjax.memory import features as features_lib
+from atlasjax.memory.backends import backend_of
 from atlasjax.memory.truncation import check_truncation
 from atlasjax.names import call_with, lookup, name_of, options_text, resolve
 from atlasjax.nn.caching import CachingConfig
@@ -115,7 +116,7 @@ class MemoryConfig:
         if self.truncation is not None:
             check_truncation(self.build(), self.truncation, "MemoryConfig")
         if self.implementation is not None:
-            resolve("MemoryConfig.implementation", self.implementation, BACKENDS)
+            backend_of(self.implementation, "MemoryConfig.implementation")
         if not self.build().has_kernels and self.implementation not in (None, "xla"):
             raise ValueError(
                 f'MemoryConfig: implementation="{self.implementation}" has no kernel for {self.build()!r}. Use "xla" or None.'
@@ -124,10 +125,7 @@ class MemoryConfig:
     @property
     def platform(self) -> str | None:
         """The only platform on which the implementation runs: "tpu", "cuda", …, or None."""
-        if self.implementation is None:
-            return None
-        backend: Backend = resolve("MemoryConfig.implementation", self.implementation, BACKENDS)
-        return backend.platform
+        return None if self.implementation is None else backend_of(self.implementation).platform
 
     def build(self) -> Rule:
         """The named rule with all overrides that are not None: a `memory.Rule`, with caching a `CachedRule` or a `LogLinearRule`.

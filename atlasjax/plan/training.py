@@ -176,4 +176,4 @@ def abstract_batch(config: TrainConfig, mesh: Mesh) -> dict[str, jax.ShapeDtypeS
 
 if __name__ == "__main__":
     _request = child.read_request()
-    child.print_plan(compile_training(from_dict(TrainConfig, _request["config"]), _request["topology"]))
+    child.print_plan(compile_training(from_dict(TrainConfig, _request["config"], file=None), _request["topology"]))

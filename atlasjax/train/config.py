@@ -1,6 +1,8 @@
 """The configuration of a training run, and the differences between two of them."""
 
 import dataclasses
+import importlib
+import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 
@@ -9,7 +11,7 @@ from atlasjax.config_json import from_dict
 from atlasjax.data.config import DataConfig
 from atlasjax.distributed.mesh import MeshConfig
 from atlasjax.distributed.processes import ProcessConfig
-from atlasjax.names import name_of, options_text, resolve
+from atlasjax.names import name_of, options_text, resolve, signature_of
 from atlasjax.nn.config import ModelConfig
 from atlasjax.train.loss import LossConfig
 
@@ -62,7 +64,7 @@ class OptimizerConfig:
         for field in ("name", "schedule"):
             object.__setattr__(self, field, name_of(f"optimizer.{field}", getattr(self, field)))
         object.__setattr__(self, "options", options_text("optimizer", "options", self.options))
-        resolve("optimizer", self.name, {"adamw": None})
+        resolve("optimizer", self.name, optimizers(self.name))
         resolve("learning-rate schedule", self.schedule, dict.fromkeys(SCHEDULES))
         if self.options != "{}" and self.name == "adamw":
             raise ValueError(
@@ -84,6 +86,21 @@ class OptimizerConfig:
                 ) from None
         inside = check.is_integer(self.warmup_steps, 0) and self.warmup_steps < _MOST_STEPS
         check.require(inside, "optimizer.warmup_steps", self.warmup_steps, "0 or more, and below 2^31")
+
+
+def optimizers(name: str) -> dict[str, object]:
+    """AdamW, and for the name of one of optax's also all functions of optax that say that they return a transformation.
+
+    A file may name these: they are as well known as the library's own, and are called with numbers and text only.
+    """
+    known: dict[str, object] = {"adamw": None}
+    module = name.partition(":")[0]
+    if module in ("optax", "optax.contrib"):
+        for function, value in vars(importlib.import_module(module)).items():
+            signature = signature_of(value) if inspect.isfunction(value) else None
+            if signature is not None and "GradientTransformation" in str(signature.return_annotation):
+                known[f"{module}:{function}"] = value
+    return known
 
 
 _NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {
@@ -128,8 +145,7 @@ class TrainConfig:
       profile: "first:last", the steps of which a profiler trace is written to `profile` in the run's folder. None writes none.
       memory_norm_limit: a memory is reported when the root mean square of its rows' norms exceeds this.
       compilation_cache: whether compiled programs are kept in `compiled` in the run's folder, so that a second start does not
-        compile them again. None: if the run has several processes or is in a bucket, unless JAX has a cache already
-        (JAX_COMPILATION_CACHE_DIR).
+        compile them again. Programs are code, so whoever can write to the folder can run code in the job. None: no.
     """
 
     model: ModelConfig
@@ -225,20 +241,29 @@ def run_folder(run_dir: "str | storage.AnyPath", field: str = "run_dir") -> stor
     return folder
 
 
-def saved_config(saved: Mapping[str, object]) -> TrainConfig:
+def saved_config(saved: Mapping[str, object], run_dir: object = "a folder") -> TrainConfig:
     """The config of a run's folder or checkpoint. Fields that did not exist yet get their defaults.
 
+    Args:
+      saved: its JSON.
+      run_dir: the run's folder, for messages.
+
     Raises:
-      ValueError: a field is unknown, wrong or out of its range; or a mixer's sizes are missing, because an older version
-        saved them elsewhere and the defaults would be another model.
+      ValueError: a field is unknown, wrong or out of its range; it names a part of the user's own that is not trusted
+        (`atlasjax.trust`); or a mixer's sizes are missing, because an older version saved them elsewhere and the defaults would be
+        another model.
     """
-    config = from_dict(TrainConfig, saved)
+    where = f"the config of the run in {run_dir}"
+    try:
+        config = from_dict(TrainConfig, saved, where)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
     sizes, model = {field.name for field in dataclasses.fields(ModelConfig)}, saved["model"]
     assert isinstance(model, Mapping)
     for mixer in config.model.pattern:
         if mixer in sizes and mixer not in model:
             raise ValueError(
-                f"the run's config has no model.{mixer}, the sizes of its mixer {mixer!r}: it was saved by an older atlasjax, "
+                f"{where} has no model.{mixer}, the sizes of its mixer {mixer!r}: it was saved by an older atlasjax, "
                 "which had them in model.elastic. Use that version, or train it again."
             )
     return config

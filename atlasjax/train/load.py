@@ -63,7 +63,7 @@ def load_run(
         if saved is None:
             raise ConfigError(f"run_dir is {str(run_dir)!r}; the run in it has no checkpoint that can be read.")
         with user_errors():
-            config = dataclasses.replace(saved_config(saved), run_dir=str(run_dir))
+            config = dataclasses.replace(saved_config(saved, run_dir), run_dir=str(run_dir))
             tokenizer = run_tokenizer(config)
             why = why_not_decoded(config.model) if decodes else None
         if why is not None:

@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 
 from atlasjax.names import call_with, in_one_line, resolve, takes
 from atlasjax.nn import logical_axes
-from atlasjax.train.config import OptimizerConfig, TrainConfig
+from atlasjax.train.config import OptimizerConfig, TrainConfig, optimizers
 from atlasjax.train.state import pure
 from atlasjax.train.trainable import select
 
@@ -150,7 +150,7 @@ def make_optimizer(
     """
     rate = learning_rate(config, steps)
     if ":" in config.name:
-        make = resolve("optimizer", config.name, {})
+        make = resolve("optimizer", config.name, optimizers(config.name))
         taken = [name for name in ("mask", "weight_decay_mask") if takes(make, name)]
         given = {taken[0]: mask} if taken else {}
         if dimension_numbers is not None and takes(make, "muon_weight_dimension_numbers"):

@@ -1,7 +1,6 @@
 """The config of a run, from its folder."""
 
 import dataclasses
-import json
 
 from atlasjax import storage
 from atlasjax.distributed.processes import ProcessConfig
@@ -27,12 +26,10 @@ def run_config(run_dir: str | storage.AnyPath) -> TrainConfig | None:
         if not file.is_file():
             return None
         try:
-            saved = json.loads(file.read_bytes())
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{file} is not JSON ({error}); give --preset and the run's options instead.") from None
-    try:
-        config = saved_config(saved)
-    except ValueError as error:
-        raise ConfigError(f"the config of the run in {folder.parent}: {error}") from error
-    # Its processes are those of a job that has ended.
-    return dataclasses.replace(config, run_dir=str(run_dir), processes=ProcessConfig())
+            saved = storage.read_json(file)
+        except ValueError as error:
+            raise ConfigError(f"{error} Give --preset and the run's options instead.") from None
+    with user_errors():
+        config = saved_config(saved, folder.parent)
+    # Its processes are those of a job that has ended. Compiled programs are code, which only this job may ask for.
+    return dataclasses.replace(config, run_dir=str(run_dir), processes=ProcessConfig(), compilation_cache=None)

@@ -230,7 +230,7 @@ def check_resumable(config: TrainConfig) -> list[str]:
         saved, started = checkpoints.newest_config(), checkpoints.steps() != [0]
     if saved is None:
         return []
-    before = saved_config(saved)
+    before = saved_config(saved, config.run_dir)
     architecture, fixed, free = changes_on_resume(to_dict(before), to_dict(config))
     options = [line for line in free if line.startswith("optimizer.options:")]
     if options and started and not (architecture or fixed) and not _same_optimizer_state(before, config):
