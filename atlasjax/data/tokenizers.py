@@ -1,6 +1,5 @@
 """Tokenizers with one interface: bytes, byte-level BPE (trained here or loaded), and SentencePiece models."""
 
-import json
 import os
 import zlib
 from collections.abc import Iterable, Iterator

@@ -8,12 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from atlasjax.config_json import from_dict, to_dict
+from atlasjax.check import is_integer
+from atlasjax.config_json import completed, to_dict
 from atlasjax.generate.context import Context
 from atlasjax.nn import LanguageModel, ModelConfig
 from atlasjax.storage import StorePath, path, tensors
 
 _KIND = "the memory of a language model"
+_MOST = 2**31  # tokens are counted in int32
 _TRAINING = {"remat": True, "dropout": 0.0}  # fields of a model that have no effect on what it reads
 
 
@@ -72,18 +74,20 @@ class ContextFiles:
         """As `load_context`."""
         where = repr(str(path(file)))
         arrays, about = tensors.load(path(file), _KIND)
-        try:
-            saved = _model(from_dict(ModelConfig, about["model"]))
-        except ValueError as error:  # of a version with other fields
-            raise ValueError(f"{where} was saved with a model that is not known here: {error}") from None
+        # Compared as JSON: a config that the file described would be built by what the file names.
+        saved = completed(about.get("model"), self._model.config)
         found = tensors.difference(saved, self._about["model"], "model")
         if found is not None:
             raise ValueError(f"{where} was saved with another model: {found}.")
-        if about["params_sha256"] != self._about["params_sha256"]:
+        if about.get("params_sha256") != self._about["params_sha256"]:
             raise ValueError(
                 f"{where} was saved with other parameters of this model, such as those of another step of its training."
             )
-        num_tokens, max_length = np.array(about["num_tokens"], np.int32), about["max_length"]
+        counts = tensors.entry(about, "num_tokens", where, _are_counts, "a list of at least one number of tokens")
+        fits = lambda value: is_integer(value, 1) and value < _MOST
+        max_length = tensors.entry(about, "max_length", where, fits, f"an integer from 1 to {_MOST - 1}")
+        note = tensors.entry({"note": ""} | about, "note", where, lambda value: isinstance(value, str), "text")
+        num_tokens = np.array(counts, np.int32)
         batch, vocabulary = len(num_tokens), self._model.config.vocab_size
         cache = jax.eval_shape(lambda: self._model.init_cache(batch, max_length))
         logits, seen = (jax.ShapeDtypeStruct((batch, vocabulary), dtype) for dtype in (jnp.float32, np.bool_))
@@ -91,8 +95,11 @@ class ContextFiles:
         tensors.check_arrays(arrays, _arrays(empty), where)
         leaves = [jnp.array(arrays[name]) for name in tensors.named(cache, "cache")]
         cache = jax.tree.unflatten(jax.tree.structure(cache), leaves)
-        note = about.get("note", "")
         return Context(cache, jnp.array(arrays["logits"]), arrays["seen"], num_tokens, max_length, note)
+
+
+def _are_counts(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(is_integer(x, 0) and x < _MOST for x in value)
 
 
 def _arrays(context: Context) -> dict[str, jax.Array | np.ndarray]:

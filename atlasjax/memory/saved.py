@@ -8,13 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from atlasjax.check import integer
+from atlasjax.check import integer, is_integer
 from atlasjax.memory.check import batch_and_heads, check_arrays, check_concrete
 from atlasjax.memory.rule import Params, Rule, State, check_rule
 from atlasjax.storage import StorePath, tensors
 from atlasjax.storage import path as path_of
 
 _KIND = "the state of a memory"
+_MOST = 2**31  # tokens are counted in int32
 
 
 def save(
@@ -68,26 +69,32 @@ def load(rule: Rule[Params, State], params: Params, path: str | os.PathLike[str]
     """
     where = "memory.load"
     here, file = _about(rule, params, where), path_of(path)
+    named = f"{where}: {str(file)!r}"
     arrays, about = tensors.load(file, _KIND)
     for name in ("rule", "sizes"):
         found = tensors.difference(about.get(name), here[name], name)
         if found is not None:
-            raise ValueError(f"{where}: {str(file)!r} was saved with another memory: {found}.")
-    if about["params_sha256"] != here["params_sha256"]:
-        raise ValueError(
-            f"{where}: {str(file)!r} was saved with other parameters; give those with which it was written."
-        )
-    make = lambda p: rule.init_state(p, batch_size=about["batch_size"], max_length=about["max_length"])
+            raise ValueError(f"{named} was saved with another memory: {found}.")
+    if about.get("params_sha256") != here["params_sha256"]:
+        raise ValueError(f"{named} was saved with other parameters; give those with which it was written.")
+    counts = lambda value: is_integer(value, 1) and value < _MOST
+    batch_size = tensors.entry(about, "batch_size", named, counts, f"an integer from 1 to {_MOST - 1}")
+    max_length = tensors.entry(
+        about,
+        "max_length",
+        named,
+        lambda value: value is None or counts(value),
+        f"None or an integer from 1 to {_MOST - 1}",
+    )
+    make = lambda p: rule.init_state(p, batch_size=batch_size, max_length=max_length)
     fresh = jax.eval_shape(make, params)
     expected = tensors.named(fresh, "state")
     wide = {str(x.dtype) for x in arrays.values() if jax.dtypes.canonicalize_dtype(x.dtype) != x.dtype}
     if wide:
-        raise ValueError(
-            f"{where}: {str(file)!r} has {', '.join(wide)}, which needs jax.config.update('jax_enable_x64', True)."
-        )
+        raise ValueError(f"{named} has {', '.join(wide)}, which needs jax.config.update('jax_enable_x64', True).")
     # The floats of a state may be wider than those of a fresh one.
     shapes = {name: _with_floats(x, arrays.get(name)) for name, x in expected.items()}
-    tensors.check_arrays(arrays, shapes, f"{where}: {str(file)!r}")
+    tensors.check_arrays(arrays, shapes, named)
     state = jax.tree.unflatten(jax.tree.structure(fresh), [jnp.array(arrays[name]) for name in expected])
     rule.check_state(params, state, *batch_and_heads(rule, params, state, where), where)
     return state

@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 import atlasjax
+from atlasjax import json_text
 from atlasjax.storage.paths import AnyPath
 from atlasjax.storage.writing import write_whole
 
@@ -116,15 +117,16 @@ def load(path: AnyPath, kind: str) -> tuple[dict[str, np.ndarray], dict[str, Any
     try:
         tensors = safetensors.deserialize(content)
         (size,) = struct.unpack("<Q", content[:8])
-        found = json.loads(content[8 : 8 + size]).get("__metadata__", {})
+        found = json_text.parse(content[8 : 8 + size], "its header").get("__metadata__") or {}
     except (safetensors.SafetensorError, ValueError) as error:
         raise ValueError(f"{where} is damaged or not a file of {kind}: {error}.") from None
     if found.get("kind") != kind:
-        raise ValueError(f"{where} is a file of {found.get('kind', 'other tensors')}; it should be one of {kind}.")
+        other = found.get("kind", "other tensors")
+        raise ValueError(f"{where} is a file of {_shown(other)}; it should be one of {kind}.")
     if found.get("format") != str(_FORMAT):
+        writer, form = _shown(str(found.get("atlasjax"))), _shown(str(found.get("format")))
         raise ValueError(
-            f"{where} was written by atlasjax {found.get('atlasjax')} in format {found.get('format')}; atlasjax "
-            f"{atlasjax.__version__} reads format {_FORMAT}."
+            f"{where} was written by atlasjax {writer} in format {form}; atlasjax {atlasjax.__version__} reads format {_FORMAT}."
         )
     arrays = {
         name: np.frombuffer(tensor["data"], DTYPES[tensor["dtype"]]).reshape(tensor["shape"])
@@ -133,7 +135,34 @@ def load(path: AnyPath, kind: str) -> tuple[dict[str, np.ndarray], dict[str, Any
     }
     if digest(arrays, found.get("about", "")) != found.get("sha256"):
         raise ValueError(f"{where} is damaged: its content is not what was saved.")
-    return arrays, json.loads(found["about"])
+    about = json_text.parse(found.get("about", "null"), f"{where}: what it belongs to")
+    if not isinstance(about, dict):
+        raise ValueError(f"{where} is damaged: what it belongs to is {about!r:.80}; it should be an object of JSON.")
+    return arrays, about
+
+
+def entry(about: Mapping[str, Any], name: str, where: str, holds: Callable[[Any], bool], what: str) -> Any:
+    """An entry of what `load` returned with the arrays, which anybody may have written.
+
+    Args:
+      about: all entries.
+      name: which one. One that is not there counts as None.
+      where: begins the message.
+      holds: whether a value is as it should be.
+      what: how it should be, in words.
+
+    Raises:
+      ValueError: it is not.
+    """
+    value = about.get(name)
+    if not holds(value):
+        raise ValueError(f"{where} is damaged: {name} is {value!r:.80}; it should be {what}.")
+    return value
+
+
+def _shown(text: str) -> str:
+    """A text from a file for a message of one line."""
+    return text if text.isprintable() and len(text) <= 80 else f"{text!r:.80}"
 
 
 def difference(saved: object, here: object, name: str) -> str | None:
@@ -144,7 +173,7 @@ def difference(saved: object, here: object, name: str) -> str | None:
             if found is not None:
                 return found
         return None
-    return None if saved == here else f"{name} is {saved!r} in the file and {here!r} here"
+    return None if saved == here else f"{name} is {saved!r:.200} in the file and {here!r:.200} here"
 
 
 def check_arrays(

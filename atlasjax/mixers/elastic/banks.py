@@ -8,7 +8,6 @@ import functools
 import os
 import pathlib
 import warnings
-import zipfile
 from collections.abc import Callable
 from numbers import Integral
 from typing import NamedTuple
@@ -140,18 +139,22 @@ def _read(path: pathlib.Path, shape: tuple[int, int, int]) -> Bank | None:
     """The blocks stored in a file, or None if the file is missing or damaged. Each array in the file has a checksum."""
     blocks, order, size = shape
     try:
-        with np.load(path, allow_pickle=False) as file:
-            bank = Bank(file["transitions"], file["kernels"])
+        with open(path, "rb") as opened, np.load(opened, allow_pickle=False) as file:
+            arrays = file["transitions"], file["kernels"]
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        warnings.warn(f"elastic bank: {path} cannot be read ({error}); rebuilding it.", stacklevel=5)
+    except Exception as error:  # whatever NumPy and zipfile raise on damaged content: of a dozen classes
+        said = next(iter(str(error).splitlines()), "") or type(error).__name__
+        warnings.warn(f"elastic bank: {path} cannot be read ({said}); rebuilding it.", stacklevel=5)
         return None
-    fits = bank.transitions.shape == (blocks, order, order) and bank.kernels.shape == (blocks, order, size)
-    if not fits or any(x.dtype != np.float32 for x in bank):
+    shapes = (blocks, order, order), (blocks, order, size)
+    described = [
+        (getattr(x, "shape", None), getattr(x, "dtype", None)) for x in arrays
+    ]  # of other members they are bytes
+    if described != [(one, np.float32) for one in shapes]:
         warnings.warn(f"elastic bank: the arrays in {path} do not match its name; rebuilding it.", stacklevel=5)
         return None
-    return bank
+    return Bank(*arrays)
 
 
 def _write(path: pathlib.Path, bank: Bank) -> None:
