@@ -1,8 +1,15 @@
 """Reads text features of TensorFlow Datasets on disk through their random-access data sources, without TensorFlow."""
 
+import re
+import sys
+
 import numpy as np
 
+from atlasjax import storage, trusted
 from atlasjax.names import lookup
+
+_NAMESPACE = re.compile(r"[^/:]+:(?!\d|\*|experimental_latest)")  # not a version
+_CLASS = ("pythonClassName", "python_class_name", "type")  # keys of features.json whose value names a class
 
 
 class TfdsDocuments:
@@ -17,7 +24,8 @@ class TfdsDocuments:
     Raises:
       ImportError: tensorflow-datasets is not installed.
       FileNotFoundError: there is no such dataset, or it is not prepared in `data_dir`. Nothing is downloaded.
-      ValueError: there is no such split or feature, or the dataset is stored in a format without random access.
+      ValueError: there is no such split or feature, the dataset is stored in a format without random access, or it would be read by
+        code that TFDS would download or that its files name (`atlasjax.trust`).
     """
 
     block_offsets: np.ndarray | None = None
@@ -29,6 +37,13 @@ class TfdsDocuments:
         except ImportError as error:
             raise ImportError("Data source 'tfds' needs tensorflow-datasets: pip install 'atlasjax[tfds]'.") from error
         where = repr(data_dir) if data_dir else "the default TFDS folder"
+        if _NAMESPACE.match(name):
+            raise ValueError(
+                f"tfds_name is {name!r:.200}; TFDS would download code for a dataset with a namespace. Give the name of one "
+                "that is prepared on disk."
+            )
+        for folder in tfds.core.utils.file_utils.list_data_dirs(given_data_dir=data_dir):
+            _check_features(storage.path(folder).expanduser() / re.split("[/:]", name)[0])
         try:
             builder = tfds.builder(name, data_dir=data_dir)
         except tfds.core.registered.DatasetNotFoundError:
@@ -68,3 +83,24 @@ class TfdsDocuments:
             raise ValueError(
                 f"Feature {self._feature!r} of example {index} is not UTF-8 at byte {error.start}."
             ) from None
+
+
+def _check_features(folder: storage.AnyPath) -> None:
+    """Checks the classes that a prepared dataset names, whose modules TFDS imports.
+
+    Raises:
+      ValueError: one is neither of TFDS nor imported already, and its module is not trusted.
+    """
+    if not folder.is_dir():
+        return
+    found = folder.files() if isinstance(folder, storage.StorePath) else folder.rglob("features.json")
+    for file in sorted(file for file in found if file.name == "features.json"):
+        waiting = [storage.read_json(file)]
+        while waiting:
+            value = waiting.pop()
+            waiting += value.values() if isinstance(value, dict) else value if isinstance(value, list) else []
+            for key in _CLASS if isinstance(value, dict) else ():
+                module = str(value.get(key, "")).rpartition(".")[0]
+                known = not module or module in sys.modules or module.startswith("tensorflow_datasets.")
+                if not (known or trusted.is_trusted(module)):
+                    raise ValueError(f"{str(file)!r}: {trusted.refusal(key, value[key], module)}")

@@ -4,6 +4,7 @@ import importlib
 import itertools
 import os
 import pathlib
+import shutil
 import sys
 from pydoc_data.topics import topics
 
@@ -360,6 +361,8 @@ def test_tfds_splits(tfds_folder):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
+        ({"tfds_name": "kaggle:tiny_text"}, ValueError, "'kaggle:tiny_text'; TFDS would download code"),
+        ({"tfds_name": "huggingface:a/b"}, ValueError, "TFDS would download code"),
         ({"tfds_name": "tiny_test"}, FileNotFoundError, "no TFDS dataset 'tiny_test'"),
         ({"tfds_feature": "texts"}, ValueError, "Did you mean 'text'"),
         ({"tfds_feature": "label"}, ValueError, "'label' .* should hold text"),
@@ -370,6 +373,19 @@ def test_bad_tfds(tfds_folder, change, error, message):
     fields = {"source": "tfds", "tfds_name": "tiny_text", "tfds_data_dir": tfds_folder} | change
     with pytest.raises(error, match=message):
         load_documents(DataConfig(**fields), "train")
+
+
+@pytest.mark.usefixtures("without_tensorflow")
+def test_tfds_imports_nothing_that_a_file_names(tfds_folder, tmp_path):
+    shutil.copytree(tfds_folder, tmp_path / "copy")
+    (file,) = (tmp_path / "copy").rglob("features.json")
+    file.write_text(file.read_text().replace("tensorflow_datasets.core.features.text_feature.Text", "antigravity.Text"))
+    config = DataConfig(source="tfds", tfds_name="tiny_text:1.0.0", tfds_data_dir=str(tmp_path / "copy"))
+    with pytest.raises(
+        ValueError, match=r"features.json': pythonClassName is 'antigravity.Text'.*nothing was imported"
+    ):
+        load_documents(config, "train")
+    assert "antigravity" not in sys.modules
 
 
 @pytest.mark.usefixtures("without_tensorflow")
