@@ -25,14 +25,20 @@ def parse(content: bytes | str, what: str, *, once: bool = False) -> Any:
         raise _too_deep(what) from None
     except ValueError as error:
         raise ValueError(f"{what} is not JSON: {error}.") from None
-    level: list[object] = [value]
+    if is_deep(value):
+        raise _too_deep(what)
+    return value
+
+
+def is_deep(value: object) -> bool:
+    """Whether a value of JSON is nested more than 100 levels deep, too deep for what walks through it."""
+    level = [value]
     for _ in range(_DEEPEST + 1):
-        level = [
-            x for one in level if isinstance(one, dict | list) for x in (one.values() if isinstance(one, dict) else one)
-        ]
+        nested = [one for one in level if isinstance(one, dict | list)]
+        level = [x for one in nested for x in (one.values() if isinstance(one, dict) else one)]
         if not level:
-            return value
-    raise _too_deep(what)
+            return False
+    return True
 
 
 class _RepeatedError(Exception):

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import pathlib
 import sys
@@ -246,6 +247,16 @@ def test_the_command_that_names_a_part_needs_no_option(hostile, probe, capsys):
     assert "the probe was asked" in capsys.readouterr().err
     assert cli.main([*command, "--model.memory.rule", f"{MODULE}:alias"]) == 2
     assert "nothing was imported" in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_is_nested_too_deep(tmp_path):
+    """As deep as JSON is read, and deeper than what walks through it can go."""
+    run = make_run(
+        tmp_path / "run", saved(tmp_path / "run") | {"data": functools.reduce(lambda x, _: [x], range(150), 0)}
+    )
+    with pytest.raises(ConfigError, match="no checkpoint that can be read") as caught:
+        load_run(run)
+    one_line(caught.value, str(run))
 
 
 def test_python_is_as_careful(hostile, probe):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import jax
 from jaxtyping import PyTree
 
-from atlasjax import storage
+from atlasjax import json_text, storage
 from atlasjax.train import integrity
 from atlasjax.train.errors import CheckpointError, ConfigError, NonFiniteError, ProcessDiedError, SaveError
 from atlasjax.train.quiet import join_writers, no_leftovers, quiet, root_cause
@@ -320,6 +320,9 @@ class Checkpoints:
             raise away
         if cause is not None:
             raise CheckpointError(f"cannot be read ({cause})")
+        for name in _JSON:
+            if json_text.is_deep(loaded[name]):
+                raise CheckpointError(f"damaged: {name} is nested too deep")
         saved = loaded["integrity"]
         if not isinstance(saved, dict):
             raise CheckpointError(f"damaged: integrity is {str(saved)[:40]!r}; it should be the saved checksums")
