@@ -115,6 +115,33 @@ def instance(owner: str, name: str, value: object, kind: type, *, optional: bool
         raise ValueError(f"{owner}: {name} must be a {kind.__name__}{_or_none(optional)}, got {_shown(value)}.")
 
 
+def plain_array(owner: str, name: str, value: object) -> None:
+    """Raise TypeError if `value` is a NumPy array that would silently be read as another one; so too in lists and dicts.
+
+    That is a masked array, whose mask NumPy and JAX ignore when they convert it, and an array of another byte order. Everything
+    else passes, for other checks to refuse.
+    """
+    import numpy as np  # here, for callers without arrays
+
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            plain_array(owner, f"{name}[{key!r}]", part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            if not isinstance(part, int):  # of which a prompt has many
+                plain_array(owner, name, part)
+    elif isinstance(value, np.ma.MaskedArray):
+        raise TypeError(
+            f"{owner}: {name} is a masked array, whose mask would be ignored; give an ordinary array, filled or without what is "
+            "masked."
+        )
+    elif isinstance(value, np.ndarray | np.generic) and not value.dtype.isnative:
+        native = value.dtype.newbyteorder("=").name
+        raise TypeError(
+            f"{owner}: {name} is {value.dtype.str}, should have this machine's byte order: .astype({native!r})."
+        )
+
+
 def require(condition: bool, name: str, value: object, what: str) -> None:
     """Raise ValueError "{name} is {value}; it should be {what}." unless `condition` holds; `name` is a command-line option."""
     if not condition:

@@ -119,7 +119,9 @@ def checked_text(text: object) -> str:
 
 def checked_ids(ids: Iterable[int], vocab_size: int) -> list[int]:
     """Token ids as a list. Raises ValueError if one is not an integer, or outside the vocabulary."""
-    array = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids)).reshape(-1)
+    ids = ids if isinstance(ids, np.ndarray) else list(ids)
+    check.plain_array("decode", "ids", ids)
+    array = np.asarray(ids).reshape(-1)
     if not array.size:
         return []
     if not np.issubdtype(array.dtype, np.integer):

@@ -13,6 +13,7 @@ import optax
 from flax import nnx
 from jaxtyping import PyTree
 
+from atlasjax import check
 from atlasjax.generate.context import check_tokens
 from atlasjax.nn import LanguageModel
 
@@ -76,7 +77,10 @@ def evaluate(
     Raises:
       ValueError: there is no token to predict.
     """
-    sums = [eval_step(params, put(batch)) for batch in itertools.islice(batches, max_batches)]
+    sums = []
+    for batch in itertools.islice(batches, max_batches):
+        check.plain_array("evaluate", "batch", batch)  # `put` ignores a mask
+        sums.append(eval_step(params, put(batch)))
     nats, tokens, num_bytes = (sum(float(part[i]) for part in sums) for i in range(3))
     if not tokens or not num_bytes:
         raise ValueError("the held-out text has no token to predict: give it more text, or a shorter sequence_length.")
@@ -107,9 +111,14 @@ def evaluate_stream(
       float32 [streams, time - 1].
 
     Raises:
+      TypeError: an array is not of integers, masked, or of another byte order than this machine's.
       ValueError: there are fewer than two tokens or more than a model with learned positions can read, one is not in the
         vocabulary, `piece` is not positive, or `sizes` has another shape than `tokens`.
     """
+    for name, array in {"tokens": tokens, "bytes_per_token": bytes_per_token}.items():
+        check.plain_array("evaluate_stream", name, array)
+        if not np.issubdtype(np.asarray(array).dtype, np.integer):
+            raise TypeError(f"evaluate_stream: {name} must be integers, got {np.asarray(array).dtype}.")
     tokens = np.atleast_2d(np.asarray(tokens))
     if tokens.ndim != 2 or tokens.shape[1] < 2:
         raise ValueError(f"tokens has shape {tokens.shape}; it should be [streams, time] with at least two tokens.")

@@ -25,7 +25,7 @@ from numpy.typing import ArrayLike
 from atlasjax import check
 from atlasjax.evaluate.beginnings import shared_beginnings
 from atlasjax.generate import Context, SamplingConfig, TextStream, stream
-from atlasjax.generate.context import check_tokens
+from atlasjax.generate.context import array_of, check_tokens
 from atlasjax.generate.text import Decodes
 from atlasjax.nn import LanguageModel
 
@@ -355,7 +355,7 @@ class Scorer:
         return logits, cache
 
     def _row(self, name: str, row: ArrayLike) -> np.ndarray:
-        array = np.asarray(row)
+        array = array_of(name, row)
         if array.ndim != 1 or not array.size or not np.issubdtype(array.dtype, np.integer):
             raise ValueError(
                 f"{name} is {array.dtype} {list(array.shape)}; it should be integers [time] with at least one token."

@@ -44,6 +44,7 @@ class Context:
 
     def rows(self, index: ArrayLike) -> "Context":
         """Rows of the batch, in this order; a row may be taken several times. index: integers [n]."""
+        check.plain_array("Context.rows", "index", index)
         index = np.asarray(index)
         if np.array_equal(index, np.arange(len(self.num_tokens))):
             return self
@@ -128,12 +129,15 @@ def rows_of(prompt: ArrayLike | None, vocab_size: int) -> list[np.ndarray]:
     """The rows of a prompt, int32 [time ≥ 1] each.
 
     Raises:
+      TypeError: it is a masked array, or has another byte order than this machine.
       ValueError: it is not an array of integers [batch, time], or a list of such rows; or a token is not in the vocabulary.
     """
-    if isinstance(prompt, list | tuple) and len({np.shape(row) for row in prompt}) > 1:
-        arrays = [np.asarray(row)[None] for row in prompt]
+    if isinstance(prompt, list | tuple):
+        rows = [array_of("prompt", row) for row in prompt]
+        uneven = len({row.shape for row in rows}) > 1
+        arrays = [row[None] for row in rows] if uneven else [np.asarray(rows)]
     else:
-        arrays = [np.asarray(prompt)]
+        arrays = [array_of("prompt", prompt)]
     for array in arrays:
         if array.ndim != 2 or 0 in array.shape or not np.issubdtype(array.dtype, np.integer):
             raise ValueError(
@@ -142,6 +146,20 @@ def rows_of(prompt: ArrayLike | None, vocab_size: int) -> list[np.ndarray]:
             )
         check_tokens(array, vocab_size, "prompt")
     return [row.astype(np.int32) for array in arrays for row in array]
+
+
+def array_of(name: str, value: ArrayLike | None) -> np.ndarray:
+    """A NumPy array of the same values.
+
+    Raises:
+      TypeError: it is a masked array, or has another byte order than this machine.
+      ValueError: there is none, as of lists of unequal length.
+    """
+    check.plain_array("generate", name, value)
+    try:
+        return np.asarray(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} is {str(value)[:60]}; it should be an array of integers.") from None
 
 
 def check_tokens(tokens: np.ndarray, vocab_size: int, where: str) -> None:

@@ -94,6 +94,8 @@ def sample(
     Raises:
       ValueError: `seen` is None and there is a repetition penalty.
     """
+    check.plain_array("sample", "logits", logits)
+    check.plain_array("sample", "seen", seen)
     if config.penalizes:
         if seen is None:
             raise ValueError("sample: seen is None; a repetition penalty needs the tokens that the text has already.")
@@ -178,6 +180,8 @@ def sample_rows(
     Returns:
       int32 [batch].
     """
+    for name, given in {"logits": logits, "how": how, "seen": seen}.items():
+        check.plain_array("sample_rows", name, given)
     logits = penalized_logits(logits, seen, how.repetition_penalty[:, None])
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     is_drawn = how.temperature >= _SMALLEST

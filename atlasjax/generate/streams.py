@@ -1,6 +1,7 @@
 """Continuing a text: tokens as they are sampled, or all at once."""
 
 import functools
+import numbers
 from collections.abc import Iterator
 
 import jax
@@ -71,7 +72,8 @@ def stream(
     prompts = None if prompt is None and context is not None else rows_of(prompt, model.config.vocab_size)
     counts = {"num_tokens": num_tokens, "block": block, "vocab_size": vocab_size, "num_samples": num_samples}
     for name, value in counts.items():
-        check.require(value is None or value >= 1, name, value, "at least 1")
+        inside = value is None or check.is_integer(value, 1, kinds=numbers.Integral)
+        check.require(inside, name, value, "an integer, at least 1")
     check.require(check.is_integer(seed, 0) and seed < 2**32, "seed", seed, "in [0, 2^32)")
     if context is not None and prompts is not None:
         context = context.for_batch(len(prompts))

@@ -67,6 +67,7 @@ def init_state(rule: Rule[Params, State], params: Params, *, batch_size: int, ma
     check_rule(rule, "memory.init_state")
     sizes = {"batch_size": batch_size} | ({} if max_length is None else {"max_length": max_length})
     check.check_sizes("memory.init_state", **sizes)
+    rule.check_params(params, "memory.init_state")
     return fresh_on_any_mesh(
         lambda params: rule.init_state(params, batch_size=batch_size, max_length=max_length), params
     )

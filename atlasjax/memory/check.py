@@ -12,7 +12,7 @@ from jax.export import is_symbolic_dim
 from jax.tree_util import PyTreeDef
 from jaxtyping import Array, Int, PyTree
 
-from atlasjax.check import integer, is_number
+from atlasjax.check import integer, is_number, plain_array
 from atlasjax.memory.gates import Gates
 from pallas_kernels.arguments import wide_dtype
 
@@ -58,10 +58,7 @@ def check_arrays(where: str, **arguments: object) -> None:
                 raise TypeError(
                     f"{where}: {name}{jax.tree_util.keystr(path)} must be an array, got {type(leaf).__name__}."
                 )
-            if isinstance(leaf, np.ndarray) and not leaf.dtype.isnative:
-                raise TypeError(
-                    f"{where}: {name}{jax.tree_util.keystr(path)} is {leaf.dtype}, should have the native byte order."
-                )
+            plain_array(where, f"{name}{jax.tree_util.keystr(path)}", leaf)
 
 
 def check_concrete(where: str, **arguments: object) -> None:
@@ -87,6 +84,7 @@ def check_shape(name: str, x: object, expected: tuple[int | str, ...], where: st
     """x. Raises TypeError or ValueError unless it is an array of shape `expected`: sizes, or names of free sizes."""
     if not isinstance(x, ARRAYS):
         raise TypeError(f"{where}: {name} must be an array of shape {_pretty(expected)}, got {type(x).__name__}.")
+    plain_array(where, name, x)
     fits = len(x.shape) == len(expected) and all(
         isinstance(want, str) or have == want for have, want in zip(x.shape, expected)
     )
@@ -106,8 +104,21 @@ def check_sizes(where: str, **sizes: Any) -> None:
             integer(where, name, size, kinds=numbers.Integral)
 
 
+def check_time(name: str, time: object, where: str) -> None:
+    """Raises ValueError if a number of tokens is a symbolic size of `jax.export`: tokens are laid out in blocks of known number."""
+    if is_symbolic_dim(time):
+        raise ValueError(
+            f"{where}: {name} has the symbolic time {time}; the number of tokens must be known. Export a program for each length; "
+            "the batch size may be symbolic."
+        )
+
+
 def check_floating(name: str, x: Arrays, where: str) -> None:
-    if x.dtype not in _FLOATS:  # dtypes with non-native byte order are also rejected
+    """Raises TypeError unless x, an array or a `jax.ShapeDtypeStruct`, is floating point, and an array that JAX reads as it is."""
+    if not hasattr(x, "dtype"):
+        raise TypeError(f"{where}: {name} must be an array, got {type(x).__name__}.")
+    plain_array(where, name, x)
+    if x.dtype not in _FLOATS:
         raise TypeError(
             f"{where}: {name} must be floating point, got {x.dtype}; it may be {', '.join(map(str, _FLOATS))}."
         )
@@ -169,9 +180,10 @@ def whole_gates(rule: AnyRule, gates: Gates, q: jax.Array, v: jax.Array, where: 
             return gate
         channels = expected[name]
         shape = lead if channels is None else (*lead, channels)
+        plain_array(where, f"gates.{name}", gate)
         if is_number(gate):
             return jnp.full(shape, gate, wide)
-        if not isinstance(gate, ARRAYS) or not jnp.issubdtype(gate.dtype, jnp.floating) or not gate.dtype.isnative:
+        if not isinstance(gate, ARRAYS) or not jnp.issubdtype(gate.dtype, jnp.floating):
             return gate
         if jnp.finfo(gate.dtype).bits < 32 and name not in _VECTORS:
             raise TypeError(
@@ -211,6 +223,8 @@ def check_call(
     lead: tuple[int | str, ...] = ("batch", "time", heads) if time else ("batch", heads)
     check_shape("q", q, (*lead, key_dim), where)
     lead = tuple(q.shape[: len(lead)])
+    if time:
+        check_time("q", q.shape[1], where)
     if 0 in lead:
         raise ValueError(f"{where}: q has shape {tuple(q.shape)}; batch, time and heads must be at least 1.")
     check_shape("k", k, (*lead, key_dim), where)
@@ -317,6 +331,7 @@ def whole_layer(layer: jax.Array | int, states: PyTree, where: str) -> jax.Array
       TypeError: it is not an integer.
       ValueError: it is not traced and not in [0, layers).
     """
+    plain_array(where, "layer", layer)
     integral = is_number(layer) or (isinstance(layer, ARRAYS) and layer.ndim == 0)
     if isinstance(layer, bool) or not integral or not jnp.issubdtype(jnp.asarray(layer).dtype, jnp.integer):
         raise TypeError(f"{where}: layer must be an integer or None, got {layer!r}.")
@@ -332,6 +347,7 @@ def whole_weights(weights: object, count: int, where: str) -> jax.Array:
       TypeError: they are not real numbers.
       ValueError: their number is not `count`.
     """
+    plain_array(where, "weights", weights)
     try:
         found = jnp.asarray(weights)
     except (TypeError, ValueError):
@@ -356,7 +372,7 @@ def check_ids(segment_ids: jax.Array, shape: tuple[int, ...], where: str) -> np.
     Under jit larger ids cannot be seen: without `jax_enable_x64`, JAX has cut an argument's int64 to int32 before it is traced.
     """
     check_shape("segment_ids", segment_ids, shape, where)
-    if not jnp.issubdtype(segment_ids.dtype, jnp.integer) or not segment_ids.dtype.isnative:
+    if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
         raise TypeError(f"{where}: segment_ids must be integers, got {segment_ids.dtype}.")
     if isinstance(segment_ids, jax.core.Tracer) or not getattr(segment_ids, "is_fully_addressable", True):
         return None

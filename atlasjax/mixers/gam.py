@@ -172,7 +172,7 @@ def mix(
         if (value is not None) != (name in used):
             need = "an array" if name in used else "None"
             raise ValueError(f"gam.mix: fusion {fusion!r} needs params.{name} to be {need}, got {_shape(value)}.")
-    sizes = check_shapes("gam.mix", _AXES, optional=Params._fields, x=x, **params._asdict())
+    sizes = check_shapes("gam.mix", _AXES, optional=Params._fields, any_time=True, x=x, **params._asdict())
     expected = (sizes["batch"], sizes.get("width", 1) - 1, sizes["dim"])
     if state is None:
         state = jnp.zeros(expected, x.dtype)

@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int
 
 from atlasjax import check
 from atlasjax.memory.blocks import divisible
-from atlasjax.memory.check import check_sizes
+from atlasjax.memory.check import check_floating, check_sizes
 from atlasjax.mixers import block_memory
 from atlasjax.mixers.block_memory import BlockMemoryState
 from atlasjax.mixers.shapes import check_dtype, check_shapes
@@ -65,6 +65,8 @@ class Associative(NamedTuple):
       matrix: M, [batch, heads, key_dim, value_dim].
       normalizer: z, [batch, heads, key_dim].
     """
+
+    heads_axis = 1  # of its arrays, for `distributed.cache_shardings`
 
     matrix: Float[Array, "batch heads key_dim value_dim"]
     normalizer: Float[Array, "batch heads key_dim"]
@@ -170,6 +172,7 @@ def extend(
 
 def feature_map(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """φ = elu + 1, float32: x + 1 for x > 0 and eˣ otherwise, which stays positive where elu(x) + 1 would round to zero."""
+    check_floating("x", x, "infini.feature_map")
     x = x.astype(jnp.float32)
     positive = x > 0
     return jnp.where(positive, x + 1, jnp.exp(jnp.where(positive, 0, x)))

@@ -6,6 +6,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from atlasjax import check
+from atlasjax.memory.check import check_floating, check_shape
 
 
 def check_rotary(where: str, theta: object, channels: int, name: str = "key_dim") -> None:
@@ -33,7 +34,13 @@ def rotate(
 
     Returns:
       Like x, in x's dtype; computed in float32.
+
+    Raises:
+      TypeError, ValueError: x or position is not an array of its rank and kind.
     """
+    check_floating("x", check_shape("x", x, ("batch", "time", "heads", "key_dim"), "rotate"), "rotate")
+    if not jnp.issubdtype(check_shape("position", position, ("batch", "time"), "rotate").dtype, jnp.integer):
+        raise TypeError(f"rotate: position must be integers, got {position.dtype}.")
     if theta is None:
         return x
     size = x.shape[-1] if channels is None else channels

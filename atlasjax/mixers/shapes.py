@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from atlasjax.memory.check import ARRAYS, check_floating
+from atlasjax.check import plain_array
+from atlasjax.memory.check import ARRAYS, check_floating, check_time
 
 
 def check_shapes(
@@ -18,6 +19,7 @@ def check_shapes(
     integers: Collection[str] = (),
     empty: Collection[str] = (),
     known: Mapping[str, int] | None = None,
+    any_time: bool = False,
     **arguments: object,
 ) -> dict[str, int]:
     """Checks ranks, and that axes of the same name have the same size.
@@ -30,6 +32,7 @@ def check_shapes(
       integers: arrays of integers. All others must be floating point.
       empty: axes that may be empty.
       known: sizes of axes that are known already.
+      any_time: whether the axis "time" may be a symbolic size of `jax.export`, as that of the batch may.
       **arguments: the arguments.
 
     Returns:
@@ -48,6 +51,7 @@ def check_shapes(
         names = named.split()
         if not isinstance(x, ARRAYS):
             raise TypeError(f"{where}: {name} must be an array [{', '.join(names)}], got {type(x).__name__}.")
+        plain_array(where, name, x)
         own = dict(zip(names, x.shape))
         wanted = own | {n: int(n) for n in names if n.isdigit()} | sizes
         fits = len(x.shape) == len(names) and tuple(wanted[n] for n in names) == tuple(x.shape)
@@ -55,6 +59,8 @@ def check_shapes(
             want = ", ".join(f"{n}={sizes[n]}" if n in sizes else n for n in names)
             more = "" if empty else ", with no empty axis"
             raise ValueError(f"{where}: {name} has shape {tuple(x.shape)}, should be [{want}]{more}.")
+        if "time" in own and not any_time:
+            check_time(name, own["time"], where)
         if name not in integers:
             check_floating(name, x, where)
         elif not jnp.issubdtype(x.dtype, jnp.integer):

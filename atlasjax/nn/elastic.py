@@ -10,6 +10,7 @@ from flax import nnx
 
 from atlasjax.mixers import elastic
 from atlasjax.nn.attention import output_projection, require_plain_attention
+from atlasjax.nn.cache_check import check_state
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.layers import Linear
 
@@ -100,6 +101,7 @@ class ElasticMixer(BlockProjections):
         self, x: jax.Array, state: elastic.attention.ElasticState
     ) -> tuple[jax.Array, elastic.attention.ElasticState]:
         """The output for the next piece of a sequence (time ≥ 1) and the next state. Outputs beyond max_length are NaN."""
+        check_state(self, state, elastic.attention.ElasticState)
         matrices = self._matrices(state.max_length)
         y, state = elastic.attention.extend(*self._project(x), state, *matrices, **self._options())
         return self._output(y), state

@@ -60,4 +60,6 @@ class GAMMixer(nnx.Module):
 
     def extend(self, x: jax.Array, state: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The output for the next piece of a sequence (time ≥ 1) and the next state."""
+        if state is None:
+            raise ValueError("GAMMixer.extend: state is None; start with init_state.")
         return gam.mix(self._params(), x, state, fusion=self.fusion)

@@ -12,6 +12,7 @@ from flax import nnx
 
 from atlasjax import memory
 from atlasjax.memory import Gates
+from atlasjax.memory.check import check_floating
 from atlasjax.memory.products import dense
 from atlasjax.memory.suggested import initial_gates
 from atlasjax.nn.layers import l2_normalize
@@ -70,6 +71,7 @@ class GateProjection(nnx.Module):
 
     def __call__(self, x: jax.Array) -> Gates:
         """Layer input [..., dim] → gates [..., heads] or [..., heads, channels], float32."""
+        check_floating("x", x, "GateProjection")
         # By default TPUs multiply float32 matrices in bfloat16, which is not accurate enough for 1 − α.
         highest = jax.lax.Precision.HIGHEST
         logits = dense(x.astype(jnp.float32), self.kernel[...], precision=highest)

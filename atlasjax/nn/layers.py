@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from atlasjax.memory.check import check_floating
 from atlasjax.memory.products import dense
 from atlasjax.mixers.convolution import causal_convolution
 from atlasjax.nn.parameters import normal, param
@@ -43,6 +44,7 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., *shape] → the same shape and dtype."""
+        check_floating("x", x, "RMSNorm")
         parts = x if self.groups == 1 else x.reshape(*x.shape[:-1], self.groups, -1)
         scale = 1.0 + self.scale[...] if self.plus_one else self.scale[...]
         return (rms_normalize(parts, self.eps).reshape(x.shape) * jnp.broadcast_to(scale, x.shape)).astype(x.dtype)
@@ -62,6 +64,7 @@ class LayerNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., *shape] → the same shape and dtype."""
+        check_floating("x", x, "LayerNorm")
         y = x.astype(jnp.float32)
         y = y - jnp.mean(y, axis=-1, keepdims=True)  # centered first: no difference of large squares
         scale, bias = (jnp.broadcast_to(z[...], x.shape) for z in (self.scale, self.bias))
@@ -93,6 +96,7 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., fan_in] → [..., *out], in x's dtype."""
+        check_floating("x", x, "Linear")
         y = dense(x, self.kernel[...].astype(x.dtype))
         return y if self.bias is None else y + jnp.broadcast_to(self.bias[...].astype(x.dtype), y.shape)
 

@@ -10,6 +10,7 @@ from jaxtyping import PyTree
 from atlasjax import memory
 from atlasjax.memory.layerwise import put_layer, take_layer
 from atlasjax.nn.attention import output_projection
+from atlasjax.nn.cache_check import check_state
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.execution import Execution, MemoryCall, execution
 from atlasjax.nn.gates import GateProjection
@@ -144,6 +145,7 @@ class MemoryHeads(nnx.Module):
 
         layer: the states are those of all layers, of which this one is read and written. None: they are a layer's own.
         """
+        check_state(self, states, MemoryMixerState, "memory")
         q, k, v, gate, conv = self._project(x, take_layer(states.conv, layer), None)
         gates, params = self.gates(x), values(self.memory)
         if x.shape[1] == 1:

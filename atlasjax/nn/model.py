@@ -10,10 +10,11 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Key, PyTree
 
 from atlasjax import check
-from atlasjax.memory.check import ARRAYS, check_ids, check_segments
+from atlasjax.memory.check import ARRAYS, check_ids, check_segments, check_shape, check_sizes, check_time
 from atlasjax.memory.products import dense
 from atlasjax.mesh_axes import HEAD_AXES
 from atlasjax.mixers.attention import segment_positions
+from atlasjax.nn.cache_check import check_cache
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.layers import Linear, dropout
 from atlasjax.nn.mixer_check import why_not_decoded
@@ -179,7 +180,7 @@ class LanguageModel(nnx.Module):
         Raises:
           ValueError: an argument is out of range, or max_length is None and a mixer requires it.
         """
-        check.integer("init_cache", "batch_size", batch_size)
+        check_sizes("init_cache", batch_size=batch_size)
         check.integer("init_cache", "max_length", max_length, optional=True)
         graphdef, params = nnx.split(self.layers, nnx.Param)
         cache = jax.vmap(lambda p: nnx.merge(graphdef, p).init_state(batch_size, max_length))(params)
@@ -206,11 +207,19 @@ class LanguageModel(nnx.Module):
         if (why := why_not_decoded(self.config)) is not None:
             raise ValueError(f"The model decodes no tokens: {why}")
         _check_tokens(tokens, self.config.vocab_size, "extend")
-        batch = {leaf.shape[1] for leaf in jax.tree.leaves(cache)}
-        if batch - {tokens.shape[0]}:
-            raise ValueError(f"extend: tokens has shape {tokens.shape}, but the cache has batch size {batch}.")
+        self._check_cache(cache, tokens.shape[0])
         parts = self._parts(tokens)
         return self._extend_layers(tokens, cache) if parts is None else _compiled_extend(*parts, tokens, cache)
+
+    def _check_cache(self, cache: PyTree, batch: int) -> None:
+        if self.positions is not None:
+            check.instance("extend", "cache", cache, PositionedCache)
+            check_shape("cache.position", cache.position, (1, batch), "extend")
+            cache = cache.layers
+        have = {x.shape[1] for x in jax.tree.leaves(cache) if isinstance(x, ARRAYS) and x.ndim > 1}
+        if have - {batch}:
+            raise ValueError(f"extend: tokens have batch size {batch}, but the cache has batch size {have}.")
+        check_cache(self.layers, cache, batch, "extend")
 
     def _extend_layers(self, tokens: jax.Array, cache: PyTree) -> tuple[jax.Array, PyTree]:
         """`extend` after its checks."""
@@ -284,10 +293,13 @@ class LanguageModel(nnx.Module):
         """Keys [batch] for the embedding and [repetitions, batch] for the layers. None without dropout."""
         if dropout_keys is None or not self.config.dropout:
             return None, None
-        if not jnp.issubdtype(dropout_keys.dtype, jax.dtypes.prng_key) or dropout_keys.shape != tokens.shape[:1]:
+        is_array = isinstance(dropout_keys, ARRAYS)
+        typed = is_array and jnp.issubdtype(dropout_keys.dtype, jax.dtypes.prng_key)
+        if not typed or dropout_keys.shape != tokens.shape[:1]:
+            what = f"{dropout_keys.dtype} {dropout_keys.shape}" if is_array else f"a {type(dropout_keys).__name__}"
             raise ValueError(
-                f"LanguageModel: dropout_keys is {dropout_keys.dtype} {dropout_keys.shape}, should be typed PRNG keys "
-                f"(jax.random.key) of shape {tokens.shape[:1]}, one for each row."
+                f"LanguageModel: dropout_keys is {what}, should be typed PRNG keys (jax.random.key) of shape {tokens.shape[:1]}, "
+                "one for each row."
             )
         repetitions = self.config.num_layers // len(self.config.pattern)
         keys = jax.vmap(lambda key: jax.random.split(key, 1 + repetitions), out_axes=1)(dropout_keys)
@@ -313,10 +325,12 @@ def _compiled_extend(
 def _check_tokens(tokens: jax.Array, vocab_size: int, where: str) -> None:
     if not isinstance(tokens, ARRAYS):
         raise TypeError(f"{where}: tokens must be an integer array [batch, time], got {type(tokens).__name__}.")
+    check.plain_array(where, "tokens", tokens)
     if not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise TypeError(f"{where}: tokens must be integers, got {tokens.dtype}.")
     if tokens.ndim != 2 or 0 in tokens.shape:
         raise ValueError(f"{where}: tokens has shape {tokens.shape}, should be [batch ≥ 1, time ≥ 1].")
+    check_time("tokens", tokens.shape[1], where)
     if isinstance(tokens, jax.core.Tracer) or not getattr(tokens, "is_fully_addressable", True):
         return
     ids = np.asarray(tokens)

@@ -62,6 +62,8 @@ def cross_entropy_sum(
             losses += z_loss * jnp.square(jax.nn.logsumexp(logits, axis=-1))
         return jnp.sum(losses * weights)
 
+    for name, array in {"hidden": hidden, "targets": targets, "weights": weights}.items():
+        check.plain_array("cross_entropy_sum", name, array)
     weights = weights.astype(jnp.float32)
     time = targets.shape[1] // parts
     if chunk is None or chunk >= time:

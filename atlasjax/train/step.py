@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from atlasjax import check
 from atlasjax.distributed.sharding import batch_sharding, replicated
 from atlasjax.nn.partition import time_parts
 from atlasjax.train.loss import LossConfig, cross_entropy_sum
@@ -59,6 +60,7 @@ def _observed_sums(
     graphdef: nnx.GraphDef, params: PyTree, batch: Batch, max_segments: int | None, loss: LossConfig
 ) -> tuple[jax.Array, jax.Array, MemoryNorms]:
     """`loss_sums`, and the memory norms of `LanguageModel.observe`."""
+    check.plain_array("loss_sums", "batch", batch)
     model = merge(graphdef, params)
     hidden, norms = model.observe(
         batch["inputs"], batch.get("segment_ids"), max_segments, dropout_keys=batch.get("dropout_keys")
@@ -224,6 +226,7 @@ def eval_sums(graphdef: nnx.GraphDef, bytes_per_token: np.ndarray, *, max_segmen
       bytes_per_token: int [vocabulary], from the tokenizer. A batch may have the bytes of each target itself, int [batch, time].
       max_segments: bound on the segments per row.
     """
+    check.plain_array("eval_sums", "bytes_per_token", bytes_per_token)
     table = np.asarray(bytes_per_token, np.int32)
 
     def step(params: PyTree, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -47,7 +47,7 @@ def check_call(
 
 def check_capacity(rule: CachedRule, state: object, where: str) -> None:
     """Raises ValueError if a state's cache does not have the rule's capacity."""
-    if not isinstance(state, CachedState) or state.keys.ndim != 4 or rule.capacity is None:
+    if not isinstance(state, CachedState) or getattr(state.keys, "ndim", 0) != 4 or rule.capacity is None:
         return
     if state.keys.shape[2] != rule.capacity:
         raise ValueError(

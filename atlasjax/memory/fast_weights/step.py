@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.export import is_symbolic_dim
 
 from atlasjax.memory.axes.optimizers import OptimizerState
 from atlasjax.memory.fast_weights.chunk import Plan, Slot, Soup, Window, run_chunk
@@ -134,7 +135,7 @@ def _some_special(
     every: _Token, inner: _Token, special: jax.Array, params: MemoryParams, state: MemoryState, slot: Slot, soup: Weights | None
 ) -> _Updated:  # fmt: skip
     """`inner` for all rows, then `every` for the few special ones; or `every` for all."""
-    few = len(special) // 8
+    few = 0 if is_symbolic_dim(special.shape[0]) else special.shape[0] // 8
 
     def some(params: MemoryParams, state: MemoryState, slot: Slot, soup: Weights | None) -> _Updated:
         rows = jnp.argsort(~special, stable=True)[:few]

@@ -25,6 +25,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from atlasjax import check
+from atlasjax.memory.check import check_time
 from atlasjax.memory.products import wide_dtype
 from atlasjax.mixers.shapes import check_series
 from atlasjax.names import lookup
@@ -151,6 +152,7 @@ def compress(
       TypeError, ValueError: invalid arguments.
     """
     check_series("compress", "signal", signal, "[..., time ≥ 1, channels]")
+    check_time("signal", signal.shape[-2], "compress")
     check.integer("compress", "start", start, 0, kinds=Integral)
     if (coefficients is None) != (start == 0):
         given = "None" if coefficients is None else "given"
@@ -186,6 +188,8 @@ def reconstruct(
 
 def apply(matrix: Float[Array, "rows n"], x: Float[Array, "... n channels"]) -> Float[Array, "... rows channels"]:
     """matrix [rows, n] times x [..., n, channels], in full float32 on every device. bfloat16 products are not accurate enough."""
+    check.plain_array("hippo.apply", "matrix", matrix)
+    check.plain_array("hippo.apply", "x", x)
     return jnp.matmul(matrix, x, precision=jax.lax.Precision.HIGHEST)
 
 
@@ -204,10 +208,15 @@ def check_positions(
 ) -> Float[np.ndarray, " samples"]:
     """Positions as float64 [samples ≥ 1]. Raises ValueError if one is outside [0, length]."""
     check_length(length)
+    check.plain_array("hippo", name, positions)
     try:
-        x = np.asarray(positions, np.float64)
+        x = np.asarray(positions)
+        if not (jnp.issubdtype(x.dtype, jnp.floating) or jnp.issubdtype(x.dtype, jnp.integer)):
+            raise TypeError  # NumPy would cast dates and complex numbers
+        x = x.astype(np.float64)
     except (TypeError, ValueError):
-        raise ValueError(f"hippo: {name} must be numbers [samples ≥ 1], got {repr(positions)[:60]}.") from None
+        shown = " ".join(repr(positions).split())[:60]
+        raise ValueError(f"hippo: {name} must be numbers [samples ≥ 1], got {shown}.") from None
     if x.ndim != 1 or not x.size:
         raise ValueError(f"hippo: {name} has shape {x.shape}, should be [samples ≥ 1].")
     outside = ~((x >= 0) & (x <= length))

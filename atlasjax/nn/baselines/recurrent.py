@@ -10,6 +10,7 @@ from jaxtyping import PyTree
 from atlasjax import memory
 from atlasjax.memory.products import dense
 from atlasjax.nn.attention import output_projection
+from atlasjax.nn.cache_check import check_state
 from atlasjax.nn.caching import CacheGates
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.execution import MemoryCall, execution
@@ -91,6 +92,7 @@ class RecurrentMixer(nnx.Module):
 
     def extend(self, x: jax.Array, state: RecurrentState, **more: jax.Array | None) -> tuple[jax.Array, RecurrentState]:
         """The output for the next piece of a sequence (time ≥ 1) and the next state."""
+        check_state(self, state, RecurrentState, "recurrence")
         tokens, inputs = self._tokens(x, state.inputs, None, **more)
         y, recurrence = self.recur(tokens, state.recurrence, None, None)
         return self.output(y, tokens), RecurrentState(inputs, recurrence)

@@ -15,6 +15,7 @@ from atlasjax.memory.truncation import cut
 from atlasjax.mixers.attention import KVCache, init_cache
 from atlasjax.mixers.softmax_attention import Source, apart, softmax_attention, together
 from atlasjax.nn.attention import AttentionHeads, require_shared_heads
+from atlasjax.nn.cache_check import check_state
 from atlasjax.nn.caching import connector_projection
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.hybrids.mag import GatedHeads
@@ -185,6 +186,7 @@ class MACMixer(nnx.Module):
 
         Whole segments inside the piece are computed at once, the tokens before and after them one by one.
         """
+        check_state(self, state, MACState, "start")
         time, size = x.shape[1], self.segment_size
         queries, conv = self._queries(x, state.conv, None)
         state = state._replace(conv=conv)

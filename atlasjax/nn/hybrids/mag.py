@@ -7,6 +7,7 @@ from flax import nnx
 
 from atlasjax.mixers.attention import KVCache, WindowCache
 from atlasjax.nn.attention import AttentionHeads, output_projection, require_shared_heads, required_window
+from atlasjax.nn.cache_check import check_state
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.layers import RMSNorm
 from atlasjax.nn.memory_mixer import MemoryHeads, MemoryMixerState
@@ -93,6 +94,7 @@ class MAGMixer(nnx.Module):
 
     def extend_layer(self, x: jax.Array, states: HybridState, layer: jax.Array | None) -> tuple[jax.Array, HybridState]:
         """`extend` in the states of all layers. See `mixers.LayerwiseMixer`."""
+        check_state(self, states, HybridState)
         m, _, memory = self.memory.scan_from(x, states.memory, layer)
         a, window = self.attention.extend(x, states.window, layer)
         return self.join(a, m), HybridState(memory, window)

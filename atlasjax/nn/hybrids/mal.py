@@ -4,6 +4,7 @@ import jax
 from flax import nnx
 
 from atlasjax.nn.attention import AttentionHeads, output_projection, require_shared_heads, required_window
+from atlasjax.nn.cache_check import check_state
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.hybrids.mag import HybridState
 from atlasjax.nn.layers import RMSNorm
@@ -58,6 +59,7 @@ class MALMixer(nnx.Module):
 
     def extend_layer(self, x: jax.Array, states: HybridState, layer: jax.Array | None) -> tuple[jax.Array, HybridState]:
         """`extend` in the states of all layers. See `mixers.LayerwiseMixer`."""
+        check_state(self, states, HybridState)
         y, memory = self.memory.extend_layer(x, states.memory, layer)
         y, window = self.attention.extend(self.norm(y), states.window, layer)
         return self._output(y), HybridState(memory, window)
