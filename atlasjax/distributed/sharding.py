@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from atlasjax.check import plain_array
 from atlasjax.mesh_axes import BATCH_AXES, TIME_AXES
 from atlasjax.names import lookup
 
@@ -165,22 +166,13 @@ def batch_shards(mesh: Mesh) -> int:
 def cache_shardings(cache: PyTree, mesh: Mesh) -> PyTree:
     """Shardings of a model's streaming cache: batch over data and fsdp, heads of memories, keys and values over tensor.
 
+    A state class says which axis of its arrays is heads by an attribute `heads_axis`: 1 for [batch, heads, …]. It holds for all
+    arrays in it that have this axis. What no state speaks for, such as the last inputs of a convolution, is not split over tensor.
+
     Args:
       cache: the (abstract) cache of `LanguageModel.init_cache`: arrays [layers, batch, ...].
       mesh: the mesh. An axis that does not divide a dimension is skipped for that dimension.
     """
-    from atlasjax.memory import CachedState, MemoryState, SoftmaxState
-    from atlasjax.mixers.attention import KVCache, WindowCache
-    from atlasjax.mixers.block_memory import CurrentBlock
-    from atlasjax.mixers.block_recurrence import BlockRecurrenceState
-    from atlasjax.mixers.elastic.attention import ElasticState
-    from atlasjax.mixers.infini import Associative
-    from atlasjax.mixers.melodi import KeysAndValues
-    from atlasjax.mixers.memorizing import Queue
-
-    # Position of the heads axis in the arrays of each state. Arrays of lower rank have no heads axis.
-    heads_axis = {MemoryState: 2, SoftmaxState: 2, CachedState: 2, KVCache: 3, WindowCache: 3, ElasticState: 3}
-    heads_axis |= {CurrentBlock: 3, Queue: 3, Associative: 2, BlockRecurrenceState: 4, KeysAndValues: 3}
 
     def spec(leaf: jax.ShapeDtypeStruct, heads: int | None) -> NamedSharding:
         axes: list[str | tuple[str, ...] | None] = [None] * leaf.ndim
@@ -191,9 +183,10 @@ def cache_shardings(cache: PyTree, mesh: Mesh) -> PyTree:
         return NamedSharding(mesh, PartitionSpec(*axes))
 
     def node_shardings(node: PyTree) -> PyTree:
-        return jax.tree.map(lambda leaf: spec(leaf, heads_axis.get(type(node))), node)
+        axis = getattr(node, "heads_axis", None)
+        return jax.tree.map(lambda leaf: spec(leaf, None if axis is None else axis + 1), node)  # +1: the layers
 
-    return jax.tree.map(node_shardings, cache, is_leaf=lambda node: type(node) in heads_axis)
+    return jax.tree.map(node_shardings, cache, is_leaf=lambda node: hasattr(node, "heads_axis"))
 
 
 def row_reader(mesh: Mesh) -> tuple[int, int]:
@@ -233,6 +226,7 @@ def global_batch(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, jax.A
     Returns:
       The arrays [batch, time], sharded by `batch_sharding`.
     """
+    plain_array("global_batch", "batch", batch)
     sharding, (_, parts) = batch_sharding(mesh), row_reader(mesh)
     held = _held_rows(mesh)[jax.process_index()]
 

@@ -44,6 +44,9 @@ class Rule(abc.ABC, Generic[Params, State]):
     methods. Arguments and results are those of the functions of the same names. Leaves of a state are [batch] or
     [batch, heads, …].
 
+    A state class with the attribute `heads_axis = 1` is divided over the devices that divide the heads
+    (`distributed.cache_shardings`).
+
     `Rule[MyParams, MyState]` names the types of the parameters and of the state for a type checker; both are pytrees.
 
     `CachedRule` and `LogLinearRule` accept a rule that has `cached_weights` and `read_cached`.

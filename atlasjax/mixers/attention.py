@@ -106,6 +106,7 @@ def segment_positions(
     segment_ids: Int[Array, "batch time"],
 ) -> tuple[Int[Array, "batch time"], Int[Array, "batch time"]]:
     """[batch, time] → each token's position in its segment, and its segment's index in the row. An id may occur again later."""
+    check.plain_array("segment_positions", "segment_ids", segment_ids)
     starts = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     t = jnp.arange(segment_ids.shape[1])[None]
     return t - jax.lax.cummax(jnp.where(starts, t, 0), axis=1), jnp.cumsum(starts, axis=1) - 1
@@ -120,6 +121,8 @@ class KVCache(NamedTuple):
       position: number of tokens read, which is the position of the next one, [batch].
     """
 
+    heads_axis = 2  # of its arrays, for `distributed.cache_shardings`
+
     keys: Float[Array, "batch max_length kv_heads*key_dim"]
     values: Float[Array, "batch max_length kv_heads*value_dim"]
     position: Int[Array, " batch"]
@@ -133,6 +136,8 @@ class WindowCache(NamedTuple):
       values: [batch, window, kv_heads · value_dim].
       position: number of tokens read, which is the position of the next one, [batch].
     """
+
+    heads_axis = 2  # of its arrays, for `distributed.cache_shardings`
 
     keys: Float[Array, "batch window kv_heads*key_dim"]
     values: Float[Array, "batch window kv_heads*value_dim"]

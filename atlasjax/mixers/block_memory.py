@@ -53,6 +53,8 @@ class CurrentBlock(NamedTuple):
       position: number of tokens read, [batch].
     """
 
+    heads_axis = 2  # of its arrays, for `distributed.cache_shardings`
+
     keys: Float[Array, "batch block_size heads key_dim"]
     values: Float[Array, "batch block_size heads value_dim"]
     position: Int[Array, " batch"]

@@ -103,6 +103,8 @@ class Weights(NamedTuple):
 class KeysAndValues(NamedTuple):
     """Rotated keys [batch, size, heads, key_dim], and values [batch, size, heads, value_dim]."""
 
+    heads_axis = 2  # of its arrays, for `distributed.cache_shardings`
+
     keys: Float[Array, "batch size heads key_dim"]
     values: Float[Array, "batch size heads value_dim"]
 

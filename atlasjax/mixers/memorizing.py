@@ -59,6 +59,8 @@ class Queue(NamedTuple):
       values: [batch, queue_length, heads, value_dim].
     """
 
+    heads_axis = 2  # of its arrays, for `distributed.cache_shardings`
+
     keys: Float[Array, "batch queue_length heads key_dim"]
     values: Float[Array, "batch queue_length heads value_dim"]
 

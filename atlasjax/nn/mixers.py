@@ -39,7 +39,8 @@ class Mixer(Protocol):
         """Whole sequences: [batch, time, dim] → the same shape and dtype. Token t sees only tokens ≤ t of its own segment."""
 
     def init_state(self, batch_size: int, max_length: int | None = None) -> PyTree:
-        """The state before the first token: a pytree of arrays with the batch axis first.
+        """The state before the first token: a pytree of arrays with the batch axis first. A class in it with the attribute
+        `heads_axis` says which axis of its arrays is heads, so that they are divided like the heads' parameters.
 
         Args:
           batch_size: number of sequences.

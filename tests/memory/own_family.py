@@ -15,6 +15,8 @@ class Params(NamedTuple):
 
 
 class State(NamedTuple):
+    heads_axis = 1
+
     sums: jax.Array  # [batch, heads, dim]
     segment: jax.Array  # [batch]
 

@@ -56,6 +56,8 @@ class CachedState(NamedTuple):
       cached_count: number of memories cached so far, including evicted ones, [batch].
     """
 
+    heads_axis = 1  # of its arrays, for `distributed.cache_shardings`
+
     online: PyTree
     cached: dict[str, Float[Array, "batch heads memories _ _"]]
     keys: Float[Array, "batch heads memories key_dim"]

@@ -48,6 +48,8 @@ class MemoryState(NamedTuple):
       segment: segment id of the last token, [batch], −1 if no token had one.
     """
 
+    heads_axis = 1  # of its arrays, for `distributed.cache_shardings`
+
     memory: dict[str, Float[Array, "batch heads _out _in"]]
     chunk_start: dict[str, Float[Array, "batch heads _out _in"]] | None
     momentum: OptimizerState
@@ -95,14 +97,10 @@ def init_state(
 
     Args:
       rule: the memory rule.
-      params: parameters from `init_params`, possibly trained.
+      params: parameters from `init_params`, possibly trained; they have been checked (`check_params`).
       batch_size: number of batch elements.
       max_length: no effect, because the size of the state does not depend on the number of tokens read.
-
-    Raises:
-      ValueError: the parameters belong to another rule.
     """
-    check_params(rule, params)
     num_heads, _, value_dim = rule.sizes(params)
     dtype = wide_dtype(next(iter(params.weights.values())).dtype)
     expand = lambda w: jnp.broadcast_to(w, (batch_size, *w.shape))
@@ -155,7 +153,7 @@ def infer_key_dim(rule: "MemoryRule", params: MemoryParams) -> int:
         raise ValueError(f"params.weights[{innermost!r}]: {error}") from None
 
 
-def check_params(rule: "MemoryRule", params: MemoryParams, where: str = "memory.init_state") -> None:
+def check_params(rule: "MemoryRule", params: MemoryParams, where: str) -> None:
     """Raises TypeError or ValueError if `params` does not belong to this rule. The message names the leaf."""
     if not isinstance(params, MemoryParams) or not isinstance(params.weights, dict):
         raise TypeError(

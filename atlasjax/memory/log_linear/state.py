@@ -26,6 +26,8 @@ class LogLinearState(NamedTuple):
       position: number of tokens of the document read so far, [batch].
     """
 
+    heads_axis = 1  # of its arrays, for `distributed.cache_shardings`
+
     own: PyTree
     levels: tuple[PyTree, ...]
     position: Int[Array, " batch"]

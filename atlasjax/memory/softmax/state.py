@@ -78,6 +78,8 @@ class SoftmaxState(NamedTuple):
       segment: segment id of the last token, [batch], −1 if no token had one.
     """
 
+    heads_axis = 1  # of its arrays, for `distributed.cache_shardings`
+
     keys: Float[Array, "batch heads entries key_dim"]
     coefficients: Float[Array, "batch heads entries width"]
     momentum: Float[Array, "batch heads entries width"] | None
@@ -125,15 +127,14 @@ def init_state(
 
     Args:
       rule: the softmax rule.
-      params: from `init_params`, or trained.
+      params: from `init_params`, or trained; they have been checked.
       batch_size: number of batch elements.
       max_length: capacity of a full cache in tokens. Ignored with `cache_window`, which determines the size.
       dtype: dtype of the state. None means float32, or that of wider parameters.
 
     Raises:
-      ValueError: the parameters belong to another rule, or max_length is missing or not an integer ≥ 1 for a full cache.
+      ValueError: max_length is missing or not an integer ≥ 1 for a full cache.
     """
-    check_params(rule, params)
     if rule.cache_window is None:
         if max_length is None:
             raise ValueError(
@@ -183,7 +184,7 @@ def has_scaling(rule: "SoftmaxRule") -> bool:
     return rule.retention.gate is not None or rule.optimizer.has_momentum
 
 
-def check_params(rule: "SoftmaxRule", params: SoftmaxParams, where: str = "memory.init_state") -> None:
+def check_params(rule: "SoftmaxRule", params: SoftmaxParams, where: str) -> None:
     """Raises an error that names the leaf if `params` does not belong to this rule."""
     if not isinstance(params, SoftmaxParams):
         raise TypeError(f"params must be a SoftmaxParams, got {type(params).__name__}.")

@@ -17,7 +17,7 @@ Coefficients, banks, logits and softmax are float32. State size and time per tok
 import dataclasses
 import functools
 from numbers import Integral
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -71,6 +71,8 @@ class ElasticState:
       position: number of tokens read, [batch].
       max_length: maximum number of tokens that will be read. Static, because it determines the size of the bank.
     """
+
+    heads_axis: ClassVar[int] = 2  # of its arrays, for `distributed.cache_shardings`
 
     coefficients: Float[Array, "batch order heads _channels"]
     memory_keys: Float[Array, "batch samples heads key_dim"]

@@ -18,6 +18,8 @@ class LogLinearState(NamedTuple):
       position: number of tokens read, [batch], int32.
     """
 
+    heads_axis = 1  # of its arrays, for `distributed.cache_shardings`
+
     states: Float[Array, "batch heads levels value_dim key_dim"]
     key_sums: Float[Array, "batch heads levels key_dim"]
     position: Int[Array, " batch"]
