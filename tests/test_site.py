@@ -218,14 +218,56 @@ def test_commands_are_found():
 @pytest.mark.xdist_group("site_tables")  # they share what they trace
 @pytest.mark.parametrize(
     "page",
-    # The costs of every rule in models of 340M take a minute.
-    some_slow(
-        [page for page in [*PAGES, *READMES] if "<!-- table: " in page.read_text()], [DOCS / "choosing_a_rule.md"]
-    ),
+    [page for page in [*PAGES, *READMES] if "<!-- table: " in page.read_text()],
     ids=lambda page: page.parent.name if page.stem == "README" else page.stem,
 )
 def test_tables_are_what_the_repository_says(page, generate):
     assert page.read_text() == generate.filled(page.read_text()), "run: python docs/generate.py"
+
+
+def test_deviations_has_the_numbers_of_the_presets():
+    """Each sentence with the number that the code has now."""
+    page = (DOCS / "deviations.md").read_text()
+    elastic, gam, atlas = (default_config(name) for name in ("elastic-exp-98m", "gam-22m", "atlas-340m"))
+    mac, tiny_mac = (default_config(f"titans-mac-{size}").model.attention for size in ("340m", "tiny"))
+    of_a, tiny = (default_config(f"elastic-exp-{size}").model.elastic for size in ("340m", "tiny"))
+    truncations = [
+        default_config(f"{name}-{size}").model.memory.truncation
+        for size in ("340m", "tiny")
+        for name in ("atlas", "atlas++")
+    ]
+    for sentence in (
+        f"sliding windows ({elastic.model.attention.window:,} in E's sizes",
+        f"blocks of {of_a.block_size:,}, samples of {atlas.data.sequence_length:,} and sample positions for a history of "
+        f"{of_a.context:,}",
+        f"in tiny models {tiny.block_size}, {default_config('atlas-tiny').data.sequence_length} and {tiny.context}",
+        f"SWA, MAG, MAL and SWDT have windows of {mac.window:,}",
+        f"{mac.persistent_tokens} persistent tokens in MAC, MAG and MAL ({tiny_mac.persistent_tokens} in tiny models)",
+        "at most {:,} and {} tokens (tiny: {:,} and {})".format(*truncations),
+        f"a vocabulary of {atlas.model.vocab_size:,}",
+        f"c = {rules.atlas().window}, b = {rules.atlas().chunk_size} (`rules.py`); TTT {rules.ttt_mlp().chunk_size}, delta rules "
+        f"{rules.delta_rule().chunk_size}",
+        f"{atlas.optimizer.warmup_steps:,} steps, a tenth of the peak, norm 1, (0.9, 0.95)",
+    ):
+        assert sentence in page
+    assert "a tenth of the peak in `atlasjax train`" in page
+    assert {config.optimizer.final_fraction for config in (elastic, gam, atlas)} == {0.1}
+    assert "4e-4 for every size (`train/defaults.py`); 4e-3 for tiny models" in page
+    rates = [
+        default_config(f"atlas-{size}").optimizer.learning_rate for size in ("170m", "340m", "760m", "1.3b", "tiny")
+    ]
+    assert rates == [4e-4] * 4 + [4e-3]
+
+
+def test_status_says_which_tests_run_by_default(generate):
+    """Of what it says of a rule, from the marks of the tests themselves."""
+    from tests.memory.test_streaming import test_every_split as splits
+
+    runs = generate.status.default_cases(splits)
+    assert runs["longhorn"]
+    assert not runs["linear_attention"]
+    assert generate.status.proofs("longhorn") == (["gradients", "splits"], [])
+    assert generate.status.proofs("linear_attention") == ([], ["gradients", "splits"])
 
 
 def test_the_figure_of_the_rooms_is_what_the_sources_say():

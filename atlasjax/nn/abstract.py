@@ -51,16 +51,18 @@ def count_parameters(config: ModelConfig, *, embeddings: bool = True) -> int:
     return total if embeddings else total - tables * config.vocab_size * config.dim
 
 
-def state_bytes(config: ModelConfig, *, length: int | None = None) -> int:
+def state_bytes(model: LanguageModel | ModelConfig, *, length: int | None = None) -> int:
     """Size in bytes of the decoding cache of one sequence.
 
     Args:
-      config: the model.
+      model: a model, abstract or not, or a config.
       length: number of tokens, as max_length of `LanguageModel.init_cache`, for the mixers that use it.
 
     Raises:
       ValueError: length is None and a mixer requires it.
     """
-    graphdef, params = nnx.split(abstract_model(config), nnx.Param)
+    if isinstance(model, ModelConfig):
+        model = abstract_model(model)
+    graphdef, params = nnx.split(model, nnx.Param)
     cache = jax.eval_shape(lambda p: nnx.merge(graphdef, p).init_cache(1, length), params)
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(cache))

@@ -1,5 +1,6 @@
 """How much of the devices' arithmetic a training step uses (model FLOPs utilization, MFU)."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax
@@ -38,8 +39,13 @@ def peak_flops(devices: Sequence[jax.Device]) -> float | None:
 
 
 def forward_flops_per_token(config: TrainConfig) -> float:
-    """Matmul FLOPs of the forward pass per token, averaged over one sequence of the config's length."""
-    graphdef, params = state_lib.model_shapes(config.model)
+    """Matmul FLOPs of the forward pass per token, averaged over one sequence of the config's length.
+
+    They are those of the XLA engine, whatever implementation the memory is to have: what kernels state of themselves, and which of
+    them a call considers, depends on the devices of this machine and on what was measured on it.
+    """
+    memory = dataclasses.replace(config.model.memory, implementation="xla")
+    graphdef, params = state_lib.model_shapes(dataclasses.replace(config.model, memory=memory))
     tokens = jax.ShapeDtypeStruct((1, config.data.sequence_length), jnp.int32)
     flops = count_flops(lambda params, tokens: state_lib.merge(graphdef, params)(tokens), params, tokens)
     return flops / config.data.sequence_length

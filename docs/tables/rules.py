@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from atlasjax import memory, rules
+from atlasjax.nn import abstract_model, state_bytes
 from atlasjax.plan import forward_flops_per_token
 from atlasjax.presets import describe, get_preset, has_memory, rule_name
 from atlasjax.train.config import TrainConfig
@@ -58,7 +59,8 @@ def choosing_rules() -> str:
     def line(name: str) -> Iterable[object]:
         config = _preset(name)
         rule, length = _model_rule(name), config.data.sequence_length
-        state, longer = (describe(config.model, length=n)["state_bytes_per_sequence"] for n in (length, 2 * length))
+        model = abstract_model(config.model)
+        state, longer = (state_bytes(model, length=n) for n in (length, 2 * length))
         return (
             f"`{name}`",
             ", ".join(f"`{gate}`" for gate in rule.gate_channels(64)),

@@ -1,8 +1,9 @@
 """Tables of the page that shows what has been verified, and how."""
 
 import ast
+import importlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from atlasjax import memory, rules
 from atlasjax.presets import rule_name
@@ -42,6 +43,48 @@ def _cases(path: str, table_name: str) -> dict[str, ast.expr]:
         if any(isinstance(t, ast.Name) and t.id == table_name for t in targets) and isinstance(value, ast.Dict):
             found |= {key.value: v for key, v in zip(value.keys, value.values) if isinstance(key, ast.Constant)}
     return found
+
+
+# What is proven → the tests of plain rules and of softmax memories, each a module of tests/memory and a function over cases.
+PROOFS = {
+    "gradients": (
+        "test_engine.test_outputs_state_and_gradients",
+        "softmax.test_engine.test_outputs_state_and_gradients",
+    ),
+    "splits": ("test_streaming.test_every_split", "softmax.test_streaming.test_every_split"),
+}
+
+
+def default_cases(test: Callable[..., None]) -> dict[str, bool]:
+    """Case of a parametrized test → whether it runs without `-m slow`."""
+    marks = test.pytestmark  # type: ignore[attr-defined]
+    slow = any(mark.name == "slow" for mark in marks)
+    [cases] = [mark.args[1] for mark in marks if mark.name == "parametrize" and mark.args[0] == "name"]
+    found = {}
+    for case in cases:
+        name, own = (case.values[0], case.marks) if hasattr(case, "marks") else (case, ())
+        found[name] = not slow and all(mark.name != "slow" for mark in own)
+    return found
+
+
+def proofs(name: str) -> tuple[list[str], list[str]]:
+    """What is proven of a rule by default, and what only with `-m slow`."""
+    softmax = isinstance(rules.REGISTRY[name](), memory.SoftmaxRule)
+    cases = _cases(f"tests/memory/{'softmax/' if softmax else ''}cases.py", "RULES")
+    of_others = set(rules.REGISTRY) - {name}
+    own = [
+        case
+        for case, value in cases.items()
+        if case not in of_others and (name in (case, *_names(value)) or case.startswith(f"{name}_"))
+    ]
+    by_default, if_slow = [], []
+    for what, tests in PROOFS.items():
+        module, _, function = tests[softmax].rpartition(".")
+        runs = default_cases(getattr(importlib.import_module(f"tests.memory.{module}"), function))
+        found = [runs[case] for case in own if case in runs]
+        if found:
+            (by_default if any(found) else if_slow).append(what)
+    return by_default, if_slow
 
 
 def _names(node: ast.AST) -> set[str]:
@@ -84,20 +127,19 @@ def accelerators() -> list[str]:
 
 def status_rules() -> str:
     """Each named rule: whether it is tested against the definition, and which kernels support it and which models were trained."""
-    plain, softmax = _cases("tests/memory/cases.py", "RULES"), _cases("tests/memory/softmax/cases.py", "RULES")
     trained: dict[str, set[str]] = {"embedded": set(), "tinyshakespeare": set(), "moby_dick": set()}
     for row in rows("experiments/stability/results/train.jsonl"):
         if row["bounded"] and row["diverged_at"] is None:
             trained[row["text"]].add(row["preset"])
 
     def line(name: str) -> Iterable[object]:
-        cases = softmax if isinstance(rules.REGISTRY[name](), memory.SoftmaxRule) else plain
-        proven = any(case == name or name in _names(value) for case, value in cases.items())
+        proven = (", ".join(part) or "–" for part in proofs(name))
         models = [text for text, presets in trained.items() if rule_name(name) in presets]
         kernels = [supported(name, implementation) for implementation in PLATFORMS]
-        return (f"`{name}`", "yes" if proven else "no", *kernels, ", ".join(models) or "no")
+        return (f"`{name}`", *proven, *kernels, ", ".join(models) or "no")
 
-    head = ("rule", "proven", *(f"{label} kernel" for label in PLATFORMS.values()), "tiny model trained on")
+    kernel_columns = (f"{label} kernel" for label in PLATFORMS.values())
+    head = ("rule", "proven by default", "with `-m slow`", *kernel_columns, "tiny model trained on")
     return table(head, map(line, rules.REGISTRY))
 
 

@@ -1,5 +1,6 @@
 """Where the time of a run goes."""
 
+import dataclasses
 import re
 import time
 
@@ -97,3 +98,13 @@ def test_utilization_of_a_known_device(tmp_path):
 def test_steps_to_profile_that_are_none(steps):
     with pytest.raises(ValueError, match=r'profile is .*; it should be "first:last", steps from 1 to '):
         type(default_config("atlas-tiny"))(**{**vars(default_config("atlas-tiny")), "profile": steps})
+
+
+def test_flops_do_not_depend_on_the_machine(monkeypatch):
+    """With one device a call considers kernels, which state FLOPs of their own, and so it does where they were measured."""
+    config = default_config("gated-delta-rule-340m")
+    small = dataclasses.replace(config.model, num_layers=1, dim=128, num_heads=2, mlp_dim=128, vocab_size=64)
+    config = dataclasses.replace(config, model=small, data=dataclasses.replace(config.data, sequence_length=128))
+    several = forward_flops_per_token(config)
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    assert forward_flops_per_token(config) == several
