@@ -132,13 +132,13 @@ def plain_array(owner: str, name: str, value: object) -> None:
                 plain_array(owner, name, part)
     elif isinstance(value, np.ma.MaskedArray):
         raise TypeError(
-            f"{owner}: {name} is a masked array, whose mask would be ignored; give an ordinary array, filled or without what is "
-            "masked."
+            f"{owner}: {name} must be an ordinary array, got a masked one, whose mask would be ignored; give it filled, or without "
+            "what is masked."
         )
     elif isinstance(value, np.ndarray | np.generic) and not value.dtype.isnative:
         native = value.dtype.newbyteorder("=").name
         raise TypeError(
-            f"{owner}: {name} is {value.dtype.str}, should have this machine's byte order: .astype({native!r})."
+            f"{owner}: {name} must be an array in this machine's byte order, got {value.dtype.str}; give it as .astype({native!r})."
         )
 
 
