@@ -294,9 +294,10 @@ def test_a_cache_of_another_model_or_none(model):
     "name", ["memory", "mac", "mag", "mal", "mamba2", "gated_deltanet", "elastic", "gam", "attention"]
 )
 def test_a_mixer_without_its_state(name):
-    config = nn.ModelConfig(vocab_size=16, dim=8, num_layers=1, num_heads=2, mlp_dim=8, mixer=name)
+    windows = nn.AttentionConfig(window=4, segment_size=4)
+    config = nn.ModelConfig(vocab_size=16, dim=64, num_layers=1, num_heads=2, mlp_dim=8, mixer=name, attention=windows)
     graphdef, params = nnx.split(nnx.eval_shape(lambda: make_mixer(name, config, rngs=nnx.Rngs(0))))
-    call = lambda params: nnx.merge(graphdef, params).extend(jnp.ones((2, 1, 8), config.dtype), None)
+    call = lambda params: nnx.merge(graphdef, params).extend(jnp.ones((2, 1, 64), config.dtype), None)
     said = refusal(lambda: jax.eval_shape(call, params), {}, {})
     assert said is not None
     assert "\n" not in said
