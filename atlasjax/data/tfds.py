@@ -43,7 +43,7 @@ class TfdsDocuments:
                 "that is prepared on disk."
             )
         for folder in tfds.core.utils.file_utils.list_data_dirs(given_data_dir=data_dir):
-            _check_features(storage.path(folder).expanduser() / re.split("[/:]", name)[0])
+            _check_features(storage.expanded(folder) / re.split("[/:]", name)[0])
         try:
             builder = tfds.builder(name, data_dir=data_dir)
         except tfds.core.registered.DatasetNotFoundError:

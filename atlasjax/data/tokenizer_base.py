@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from atlasjax import storage
+from atlasjax import check, storage
 
 KIND_FILE = "tokenizer.json"
 _GUARD = "\ufdd0"  # a noncharacter, which no text is meant to have

@@ -104,7 +104,7 @@ def check_sizes(where: str, **sizes: Any) -> None:
             integer(where, name, size, kinds=numbers.Integral)
 
 
-def check_time(name: str, time: object, where: str) -> None:
+def check_time(name: str, time: Any, where: str) -> None:
     """Raises ValueError if a number of tokens is a symbolic size of `jax.export`: tokens are laid out in blocks of known number."""
     if is_symbolic_dim(time):
         raise ValueError(

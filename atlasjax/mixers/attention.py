@@ -121,11 +121,13 @@ class KVCache(NamedTuple):
       position: number of tokens read, which is the position of the next one, [batch].
     """
 
-    heads_axis = 2  # of its arrays, for `distributed.cache_shardings`
-
     keys: Float[Array, "batch max_length kv_heads*key_dim"]
     values: Float[Array, "batch max_length kv_heads*value_dim"]
     position: Int[Array, " batch"]
+
+    @property
+    def heads_axis(self) -> int:  # of its arrays, for `distributed.cache_shardings`
+        return 2
 
 
 class WindowCache(NamedTuple):
@@ -137,11 +139,13 @@ class WindowCache(NamedTuple):
       position: number of tokens read, which is the position of the next one, [batch].
     """
 
-    heads_axis = 2  # of its arrays, for `distributed.cache_shardings`
-
     keys: Float[Array, "batch window kv_heads*key_dim"]
     values: Float[Array, "batch window kv_heads*value_dim"]
     position: Int[Array, " batch"]
+
+    @property
+    def heads_axis(self) -> int:  # of its arrays, for `distributed.cache_shardings`
+        return 2
 
 
 def init_cache(

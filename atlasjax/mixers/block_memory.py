@@ -53,11 +53,13 @@ class CurrentBlock(NamedTuple):
       position: number of tokens read, [batch].
     """
 
-    heads_axis = 2  # of its arrays, for `distributed.cache_shardings`
-
     keys: Float[Array, "batch block_size heads key_dim"]
     values: Float[Array, "batch block_size heads value_dim"]
     position: Int[Array, " batch"]
+
+    @property
+    def heads_axis(self) -> int:  # of its arrays, for `distributed.cache_shardings`
+        return 2
 
 
 class BlockMemoryState(NamedTuple, Generic[Memory]):

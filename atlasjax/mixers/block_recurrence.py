@@ -65,11 +65,13 @@ class BlockRecurrenceState(NamedTuple):
       position: number of tokens read, which is the position of the next one, [batch].
     """
 
-    heads_axis = 3  # of its arrays, for `distributed.cache_shardings`
-
     keys: Float[Array, "batch 2 block_size heads key_dim"]
     values: Float[Array, "batch 2 block_size heads value_dim"]
     position: Int[Array, " batch"]
+
+    @property
+    def heads_axis(self) -> int:  # of its arrays, for `distributed.cache_shardings`
+        return 3
 
 
 def attention(

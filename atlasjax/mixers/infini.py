@@ -66,10 +66,12 @@ class Associative(NamedTuple):
       normalizer: z, [batch, heads, key_dim].
     """
 
-    heads_axis = 1  # of its arrays, for `distributed.cache_shardings`
-
     matrix: Float[Array, "batch heads key_dim value_dim"]
     normalizer: Float[Array, "batch heads key_dim"]
+
+    @property
+    def heads_axis(self) -> int:  # of its arrays, for `distributed.cache_shardings`
+        return 1
 
 
 def attention(

@@ -103,10 +103,12 @@ class Weights(NamedTuple):
 class KeysAndValues(NamedTuple):
     """Rotated keys [batch, size, heads, key_dim], and values [batch, size, heads, value_dim]."""
 
-    heads_axis = 2  # of its arrays, for `distributed.cache_shardings`
-
     keys: Float[Array, "batch size heads key_dim"]
     values: Float[Array, "batch size heads value_dim"]
+
+    @property
+    def heads_axis(self) -> int:  # of its arrays, for `distributed.cache_shardings`
+        return 2
 
 
 class MelodiState(NamedTuple):

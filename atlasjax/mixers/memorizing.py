@@ -59,10 +59,12 @@ class Queue(NamedTuple):
       values: [batch, queue_length, heads, value_dim].
     """
 
-    heads_axis = 2  # of its arrays, for `distributed.cache_shardings`
-
     keys: Float[Array, "batch queue_length heads key_dim"]
     values: Float[Array, "batch queue_length heads value_dim"]
+
+    @property
+    def heads_axis(self) -> int:  # of its arrays, for `distributed.cache_shardings`
+        return 2
 
 
 def attention(

@@ -15,10 +15,12 @@ class Params(NamedTuple):
 
 
 class State(NamedTuple):
-    heads_axis = 1
-
     sums: jax.Array  # [batch, heads, dim]
     segment: jax.Array  # [batch]
+
+    @property
+    def heads_axis(self) -> int:  # of its arrays, for `distributed.cache_shardings`
+        return 1
 
 
 @dataclasses.dataclass(frozen=True)

@@ -56,14 +56,16 @@ class CachedState(NamedTuple):
       cached_count: number of memories cached so far, including evicted ones, [batch].
     """
 
-    heads_axis = 1  # of its arrays, for `distributed.cache_shardings`
-
     online: PyTree
     cached: dict[str, Float[Array, "batch heads memories _ _"]]
     keys: Float[Array, "batch heads memories key_dim"]
     key_sum: Float[Array, "batch heads key_dim"]
     position: Int[Array, " batch"]
     cached_count: Int[Array, " batch"]
+
+    @property
+    def heads_axis(self) -> int:  # of its arrays, for `distributed.cache_shardings`
+        return 1
 
 
 def init_state(

@@ -48,8 +48,6 @@ class MemoryState(NamedTuple):
       segment: segment id of the last token, [batch], −1 if no token had one.
     """
 
-    heads_axis = 1  # of its arrays, for `distributed.cache_shardings`
-
     memory: dict[str, Float[Array, "batch heads _out _in"]]
     chunk_start: dict[str, Float[Array, "batch heads _out _in"]] | None
     momentum: OptimizerState
@@ -59,6 +57,10 @@ class MemoryState(NamedTuple):
     window_count: Int[Array, " batch"] | None
     position: Int[Array, " batch"] | None
     segment: Int[Array, " batch"]
+
+    @property
+    def heads_axis(self) -> int:  # of its arrays, for `distributed.cache_shardings`
+        return 1
 
 
 def init_params(rule: "MemoryRule", key: PRNGKeyArray, *, num_heads: int, key_dim: int, value_dim: int) -> MemoryParams:

@@ -26,11 +26,13 @@ class LogLinearState(NamedTuple):
       position: number of tokens of the document read so far, [batch].
     """
 
-    heads_axis = 1  # of its arrays, for `distributed.cache_shardings`
-
     own: PyTree
     levels: tuple[PyTree, ...]
     position: Int[Array, " batch"]
+
+    @property
+    def heads_axis(self) -> int:  # of its arrays, for `distributed.cache_shardings`
+        return 1
 
 
 def count_levels(rule: "LogLinearRule", tokens: int) -> int:

@@ -78,8 +78,6 @@ class SoftmaxState(NamedTuple):
       segment: segment id of the last token, [batch], −1 if no token had one.
     """
 
-    heads_axis = 1  # of its arrays, for `distributed.cache_shardings`
-
     keys: Float[Array, "batch heads entries key_dim"]
     coefficients: Float[Array, "batch heads entries width"]
     momentum: Float[Array, "batch heads entries width"] | None
@@ -90,6 +88,10 @@ class SoftmaxState(NamedTuple):
     tail: Tail
     position: Int[Array, " batch"]
     segment: Int[Array, " batch"]
+
+    @property
+    def heads_axis(self) -> int:  # of its arrays, for `distributed.cache_shardings`
+        return 1
 
 
 def init_params(

@@ -18,11 +18,13 @@ class LogLinearState(NamedTuple):
       position: number of tokens read, [batch], int32.
     """
 
-    heads_axis = 1  # of its arrays, for `distributed.cache_shardings`
-
     states: Float[Array, "batch heads levels value_dim key_dim"]
     key_sums: Float[Array, "batch heads levels key_dim"]
     position: Int[Array, " batch"]
+
+    @property
+    def heads_axis(self) -> int:  # of its arrays, for `distributed.cache_shardings`
+        return 1
 
 
 def init_state(batch_size: int, heads: int, key_dim: int, value_dim: int, max_length: int) -> LogLinearState:
