@@ -47,7 +47,7 @@ def integer(
       kinds: as in `is_integer`.
     """
     if not is_integer(value, least, kinds=kinds) and not (optional and value is None):
-        raise ValueError(f"{owner}: {name} must be an integer ≥ {least}{_or_none(optional)}, got {_shown(value)}.")
+        raise ValueError(f"{owner}: {name} must be an integer ≥ {least}{_or_none(optional)}, got {shown(value)}.")
 
 
 def integers(config: object, least: Mapping[str, int], optional: Iterable[str] = ()) -> None:
@@ -88,20 +88,20 @@ def number(
         what = f" {'>' if least is None else '≥'} {low}"
     else:
         what = "" if high is None else f" {'<' if most is None else '≤'} {high}"
-    raise ValueError(f"{owner}: {name} must be a number{what}{_or_none(optional)}, got {_shown(value)}.")
+    raise ValueError(f"{owner}: {name} must be a number{what}{_or_none(optional)}, got {shown(value)}.")
 
 
 def boolean(owner: str, name: str, value: object) -> None:
     """Raise ValueError unless `value` is True or False."""
     if not isinstance(value, bool):
-        raise ValueError(f"{owner}: {name} must be True or False, got {_shown(value)}.")
+        raise ValueError(f"{owner}: {name} must be True or False, got {shown(value)}.")
 
 
 def choice(owner: str, name: str, value: object, choices: Iterable[object]) -> None:
     """Raise ValueError unless `value` is one of `choices`. The message lists all of them."""
     known = tuple(choices)
     if value not in known:
-        raise ValueError(f"{owner}: {name} must be {' or '.join(map(repr, known))}, got {_shown(value)}.")
+        raise ValueError(f"{owner}: {name} must be {' or '.join(map(repr, known))}, got {shown(value)}.")
 
 
 def literal(kind: str, value: str, choices: object) -> None:
@@ -112,7 +112,7 @@ def literal(kind: str, value: str, choices: object) -> None:
 def instance(owner: str, name: str, value: object, kind: type, *, optional: bool = False) -> None:
     """Raise ValueError unless `value` is an instance of the class `kind`, or None if `optional`."""
     if not isinstance(value, kind) and not (optional and value is None):
-        raise ValueError(f"{owner}: {name} must be a {kind.__name__}{_or_none(optional)}, got {_shown(value)}.")
+        raise ValueError(f"{owner}: {name} must be a {kind.__name__}{_or_none(optional)}, got {shown(value)}.")
 
 
 def plain_array(owner: str, name: str, value: object) -> None:
@@ -145,11 +145,11 @@ def plain_array(owner: str, name: str, value: object) -> None:
 def require(condition: bool, name: str, value: object, what: str) -> None:
     """Raise ValueError "{name} is {value}; it should be {what}." unless `condition` holds; `name` is a command-line option."""
     if not condition:
-        raise ValueError(f"{name} is {_shown(value)}; it should be {what}.")
+        raise ValueError(f"{name} is {shown(value)}; it should be {what}.")
 
 
-def _shown(value: object) -> str:
-    """A value on one line; that of an array may have many."""
+def shown(value: object) -> str:
+    """A value on one line of at most some 200 characters."""
     if isinstance(value, int) and value.bit_length() > 1024:  # Python refuses to write integers that are longer still
         return f"{'a negative' if value < 0 else 'an'} integer of more than 300 digits"
     text = " ".join(repr(value).split()) if not isinstance(value, str) else repr(value)

@@ -21,7 +21,7 @@ from atlasjax.data.tokenizers import Tokenizer, make_tokenizer
 from atlasjax.distributed.mesh import MeshConfig, make_mesh
 from atlasjax.distributed.sharding import parameter_shardings
 from atlasjax.interop import fla, kept, mamba, manifest, olmo_hybrid, qwen3_5, rwkv7, table, tensors
-from atlasjax.interop.family import Family, given_dtype
+from atlasjax.interop.family import Family, Sizes, given_dtype
 from atlasjax.interop.files import check_file, read_json
 from atlasjax.interop.manifest import PEER
 from atlasjax.interop.tensors import listed
@@ -103,7 +103,7 @@ def import_weights(
         with user_errors():
             model = _model(family, given, folder)
             model = model if dtype is None else dataclasses.replace(model, dtype=dtype)
-            _, shapes = state_lib.model_shapes(model)
+            shapes = _shapes(family, model)
         pieces = table.pieces(family.rows(model), model, {p: x.shape for p, x in flat(shapes).items()})
         extra = kept.names(folder.tensors, family.kept)
         pieces = _checked(pieces, folder, extra, family.name)
@@ -170,7 +170,8 @@ def export_weights(
     else:
         family = next(x for x in FAMILIES if x.name == imported["family"])
         given = _peer_config(peer)
-        _check_form(family, model, given)
+        tensors_there = sum(len(content["tensors"]) for content in imported["files"].values())
+        _check_form(family, model, given, Sizes(tensors_there))
     params = flat(state_lib.pure(nnx.state(loaded.model, nnx.Param)))
     pieces = table.pieces(family.rows(model), model, {path: x.shape for path, x in params.items()})
     shapes, own = table.peer_shapes(pieces), _by(pieces, lambda piece: piece.names[0])
@@ -233,13 +234,18 @@ def _model(family: Family, given: Mapping[str, object], folder: tensors.Folder) 
             if not name.startswith(family.kept):
                 sizes[tensor.dtype] += math.prod(tensor.shape)
         given = {**given, "dtype": "bfloat16" if max(sizes, key=sizes.__getitem__, default="") == "BF16" else "float32"}
-    model = family.to_ours(given)
-    if model.num_layers > len(folder.tensors):  # making the table of so many layers would take minutes
+    longest = max((size for tensor in folder.tensors.values() for size in tensor.shape), default=0)
+    return family.to_ours(given, Sizes(len(folder.tensors), longest))
+
+
+def _shapes(family: Family, model: ModelConfig) -> PyTree:
+    """The shapes of our parameters. Raises ConfigError if one has an axis that is no number of a machine."""
+    try:
+        return state_lib.model_shapes(model)[1]
+    except OverflowError:
         raise ConfigError(
-            f"{family.name}: tensors are missing: config.json has {model.num_layers:,} layers, the files have "
-            f"{len(folder.tensors):,} tensors."
-        )
-    return model
+            f"{family.name}: the sizes in config.json make tensors that are larger than any file."
+        ) from None
 
 
 def _form_of(model: ModelConfig) -> tuple[Family, dict[str, object]]:
@@ -271,9 +277,9 @@ def _form_of(model: ModelConfig) -> tuple[Family, dict[str, object]]:
     raise ConfigError(f"no public family has mixer {model.mixer!r}; those that can be exported are {known}.")
 
 
-def _check_form(family: Family, model: ModelConfig, given: Mapping[str, object]) -> None:
+def _check_form(family: Family, model: ModelConfig, given: Mapping[str, object], sizes: Sizes) -> None:
     """Raises ConfigError if the form that a config.json describes is not that of the model."""
-    differences = family.differences(model, given)
+    differences = family.differences(model, given, sizes)
     if differences:
         raise _cannot_have(family, differences)
 

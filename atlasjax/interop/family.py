@@ -4,13 +4,16 @@ import dataclasses
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from atlasjax.check import is_integer
+from atlasjax.check import is_finite, is_integer, shown
 from atlasjax.interop.table import Row
 from atlasjax.interop.tensors import listed
 from atlasjax.nn import ModelConfig
 from atlasjax.train.errors import ConfigError
+
+_MOST = 2**31 - 1  # no count in a model is larger
+_LARGEST = 1e30  # a larger factor would make sizes that are no numbers
 
 # Fields of any config.json that do not change what a model computes.
 _NEUTRAL = (
@@ -20,25 +23,51 @@ _NEUTRAL = (
 )  # fmt: skip
 
 
+class Sizes(NamedTuple):
+    """What the files of a model's tensors can hold. A config.json is compared with it before anything of its size is made.
+
+    Attributes:
+      tensors: number of tensors; a model has no more layers.
+      axis: the longest axis of a tensor; no size of a model is larger.
+    """
+
+    tensors: int = _MOST
+    axis: int = _MOST
+
+
 class Fields:
     """The fields of a config.json, each of which must be understood: one that is not could change what the model computes.
 
     Args:
       given: the content of the file.
       name: the family, for error messages.
+      sizes: those of the files beside it.
 
     Raises:
       ConfigError: by every method, if a field has a value that the family cannot have here.
     """
 
-    def __init__(self, given: Mapping[str, object], name: str):
-        self._given, self._name = dict(given), name
+    def __init__(self, given: Mapping[str, object], name: str, sizes: Sizes):
+        self._given, self._name, self._sizes = dict(given), name, sizes
 
-    def integer(self, name: str, default: int | None = None, least: int = 1) -> int:
-        """An integer. Without a default the field is required."""
+    def integer(self, name: str, default: int | None = None, *, is_axis: bool = True) -> int:
+        """An integer ≥ 1. Without a default the field is required. is_axis: no tensor of the model has a shorter longest axis."""
         value = self._take(name, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise self._wrong(name, value, f"an integer ≥ {least}")
+        if not is_integer(value, 1):
+            raise self._wrong(name, value, "an integer ≥ 1")
+        most = self._sizes.axis if is_axis else _MOST
+        if value > most:
+            what = ", the longest axis of the tensors in the files" if most < _MOST else ""
+            raise self._wrong(name, value, f"an integer of at most {most:,}{what}")
+        return value
+
+    def layers(self, name: str, default: int | None = None) -> int:
+        """The number of layers."""
+        value, most = self.integer(name, default, is_axis=False), self._sizes.tensors
+        if value > most:
+            raise ConfigError(
+                f"{self._name}: tensors are missing: {name} of config.json has {value:,} layers, the files have {most:,} tensors."
+            )
         return value
 
     def integer_or(self, word: str, name: str) -> int | None:
@@ -52,8 +81,8 @@ class Fields:
         """A positive number, under the first of several names that is there."""
         name = next((name for name in names if name in self._given), names[0])
         value = self._take(name, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-            raise self._wrong(name, value, "a positive number")
+        if not is_finite(value) or not 0 < value < _LARGEST:
+            raise self._wrong(name, value, f"a positive number below {_LARGEST:g}")
         return float(value)
 
     def optional_number(self, name: str) -> float | None:
@@ -79,9 +108,9 @@ class Fields:
         if value not in allowed:
             raise self._wrong(name, value, " or ".join(map(repr, allowed)) + ", the form that this library's layer has")
 
-    def optional_integer(self, name: str) -> int | None:
-        """An integer ≥ 1; None if the field is null or missing."""
-        return None if self._given.get(name) is None else self.integer(name)
+    def optional_integer(self, name: str, *, is_axis: bool = True) -> int | None:
+        """An integer ≥ 1; None if the field is null or missing. is_axis: as for `integer`."""
+        return None if self._given.get(name) is None else self.integer(name, is_axis=is_axis)
 
     def integers(self, name: str, below: int) -> list[int]:
         """A list of different integers ≥ 0 and below `below`."""
@@ -94,13 +123,23 @@ class Fields:
             return value
         raise self._wrong(name, value, f"a list of different integers from 0 to {below - 1}")
 
-    def objects(self, name: str) -> list[dict[str, object]]:
-        """An object or a list of objects, as a list. Empty if the field is null or missing."""
+    def objects(self, name: str) -> "list[Fields]":
+        """The fields of an object or of a list of objects, as a list. Empty if the field is null or missing."""
         value = self._given.pop(name, None)
         value = [] if value is None else [value] if isinstance(value, dict) else value
         if not isinstance(value, list) or not all(isinstance(x, dict) for x in value):
             raise self._wrong(name, value, "an object, a list of objects or null")
-        return value
+        return [Fields(x, f"{self._name}, {name}", self._sizes) for x in value]
+
+    def whole(self, name: str, value: float, what: str) -> int:
+        """`value`, which a field gives, as an integer that is an axis, if it is one up to rounding. what: its unit."""
+        found = round(value)
+        if not math.isclose(value, found, rel_tol=1e-9) or not 1 <= found <= self._sizes.axis:
+            raise ConfigError(
+                f"config.json of {self._name}: {name} gives {value:g} {what}; it should be a whole number, at most "
+                f"{self._sizes.axis:,}."
+            )
+        return found
 
     def ratio(self, name: str, of: int, default: int, what: str) -> int:
         """An integer that is a multiple of `of`, the value of `what`, divided by it."""
@@ -118,9 +157,12 @@ class Fields:
             raise self._wrong(name, value, f"a list of {count} strings, each {' or '.join(map(repr, known))}")
         return value
 
-    def dtype(self) -> Literal["float32", "bfloat16"]:
-        """Dtype of activations: the field's, or float32 for float16, whose range bfloat16 has not."""
-        value = given_dtype(self._given)
+    def dtype(self, default: object = None) -> Literal["float32", "bfloat16"]:
+        """Dtype of activations: the field's, or float32 for float16, whose range bfloat16 has not.
+
+        default: value of the field if it is missing. None: float32.
+        """
+        value = default if given_dtype(self._given) is None else given_dtype(self._given)
         if value is None:
             return "float32"
         known = ("float32", "float16", "bfloat16")
@@ -129,12 +171,12 @@ class Fields:
             raise self._wrong(name, value, " or ".join(map(repr, known)))
         return "bfloat16" if value.endswith("bfloat16") else "float32"
 
-    def inside(self, name: str) -> dict[str, object]:
-        """An object inside the config."""
+    def inside(self, name: str) -> "Fields":
+        """The fields of an object inside the config; none if it is missing."""
         value = self._take(name, {})
         if not isinstance(value, dict):
             raise self._wrong(name, value, "an object")
-        return value
+        return Fields(value, f"{self._name}, {name}", self._sizes)
 
     def done(self, neutral: Iterable[str]) -> None:
         """Raises ConfigError if fields are left that are neither `neutral`, nor neutral in every family, nor null."""
@@ -153,7 +195,7 @@ class Fields:
         return default if value is None else value
 
     def _wrong(self, name: str, value: object, what: str) -> ConfigError:
-        return ConfigError(f"config.json of {self._name}: {name} is {value!r}; it should be {what}.")
+        return ConfigError(f"config.json of {self._name}: {name} is {shown(value)}; it should be {what}.")
 
 
 def given_dtype(given: Mapping[str, object]) -> object:
@@ -176,7 +218,8 @@ class Family:
       name: as it is shown and stored.
       mixers: names of our mixers that its layers may have. Some layer has the first one.
       is_mine: whether a config.json is of this family and form.
-      to_ours: config.json → our config. Raises ConfigError if our layers cannot have this form.
+      to_ours: config.json, and the sizes of the files beside it → our config. Raises ConfigError if our layers cannot have this
+        form.
       to_peer: our config → config.json, for a model that was not imported; None if it is exported in another form. It is checked
         by `to_ours`, which must give our config again.
       rows: our config → the table.
@@ -189,7 +232,7 @@ class Family:
     name: str
     mixers: tuple[str, ...]
     is_mine: Callable[[Mapping[str, object]], bool]
-    to_ours: Callable[[Mapping[str, object]], ModelConfig]
+    to_ours: Callable[[Mapping[str, object], Sizes], ModelConfig]
     to_peer: Callable[[ModelConfig], dict[str, object]] | None
     rows: Callable[[ModelConfig], list[Row]]
     matters: tuple[str, ...]
@@ -199,9 +242,9 @@ class Family:
         """Whether our config has layers with these mixers only."""
         return self.mixers[0] in config.pattern and set(config.pattern) <= set(self.mixers)
 
-    def differences(self, config: ModelConfig, given: Mapping[str, object]) -> list[str]:
-        """Where our config is not what a config.json says, as texts."""
-        wanted = self._what_matters(self.to_ours(given))
+    def differences(self, config: ModelConfig, given: Mapping[str, object], sizes: Sizes = Sizes()) -> list[str]:
+        """Where our config is not what a config.json says, as texts. sizes: as for `to_ours`."""
+        wanted = self._what_matters(self.to_ours(given, sizes))
         return [
             f"{field} is {ours!r}; in this form it is {theirs!r}"
             for name, value in self._what_matters(config).items()

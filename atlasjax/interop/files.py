@@ -8,6 +8,7 @@ from atlasjax.storage import read_json as read_any
 from atlasjax.train.errors import ConfigError
 
 _POINTER = b"version https://git-lfs"
+_MOST_BYTES = 2**26  # of a JSON file; the index of the largest public weights has some ten MB
 
 
 def check_file(file: pathlib.Path) -> None:
@@ -24,8 +25,13 @@ def read_json(file: AnyPath) -> dict[str, object]:
     """The object of JSON that a file has.
 
     Raises:
-      ConfigError: it is not JSON, another value, or has a key twice.
+      ConfigError: it is not JSON, another value, has a key twice, or is too large to be a description of weights.
     """
+    size = file.stat().st_size
+    if size > _MOST_BYTES:
+        raise ConfigError(
+            f"{str(file)!r} has {size:,} bytes; a file of JSON beside weights should have at most {_MOST_BYTES:,}."
+        )
     try:
         found = read_any(file, once=True)
     except ValueError as error:

@@ -1,11 +1,10 @@
 """Gated DeltaNet, DeltaNet and GLA as flash-linear-attention writes them (fla-hub/…), also with attention in some layers."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from typing import Literal, NotRequired, TypedDict
 
-from atlasjax.interop.family import Family, Fields, exact_fraction, mixer_pattern
+from atlasjax.interop.family import Family, Fields, Sizes, exact_fraction, mixer_pattern
 from atlasjax.interop.table import Row
 from atlasjax.nn import AttentionConfig, GatedDeltaNetConfig, HeadNormConfig, ModelConfig
 from atlasjax.train.errors import ConfigError
@@ -125,15 +124,14 @@ def _layers(fields: Fields, name: str, mixer: str, dim: int, layers: int) -> _La
     Several specifications in `attn` may differ in whether they have the window.
     """
     found, configs = [mixer] * layers, []
-    for given in fields.objects("attn"):
-        one = Fields(given, f"{name}, attn")
-        window = one.optional_integer("window_size")
+    for one in fields.objects("attn"):
+        window = one.optional_integer("window_size", is_axis=False)
         for n in one.integers("layers", below=layers):
             if found[n] != mixer:
                 raise ConfigError(f"config.json of {name}: attn has layer {n} twice.")
             found[n] = "attention" if window is None else "swa"
         heads = one.integer("num_heads")
-        size = _whole(name, "attn.num_heads", dim / heads, "channels of a head")
+        size = fields.whole("attn.num_heads", dim / heads, "channels of a head")
         configs.append(
             AttentionConfig(
                 window=window, num_heads=heads, kv_heads=one.optional_integer("num_kv_heads") or heads, head_dim=size,
@@ -168,7 +166,7 @@ def _shared(fields: Fields, dim: int) -> _Shared:
     """Our fields that the three families have in common, by name."""
     fields.require("hidden_act", "swish", "silu")
     fields.require("attnres_block_size", None)
-    ratio = fields.integer("hidden_ratio", 4)
+    ratio = fields.integer("hidden_ratio", 4, is_axis=False)
     rounded = -(-int(dim * ratio * 2 / 3) // 256) * 256  # as GatedMLP of flash-linear-attention
     return {
         "vocab_size": fields.integer("vocab_size", 32000),
@@ -181,31 +179,23 @@ def _shared(fields: Fields, dim: int) -> _Shared:
     }
 
 
-def _whole(fields_of: str, name: str, value: float, what: str) -> int:
-    """`value` as an integer, if it is one up to rounding."""
-    whole = round(value)
-    if not math.isclose(value, whole, rel_tol=1e-9) or whole < 1:
-        raise ConfigError(f"config.json of {fields_of}: {name} gives {value:g} {what}; it should be a whole number.")
-    return whole
-
-
-class _Sizes(TypedDict):
+class _Widths(TypedDict):
     num_heads: int
     head_dim: int
     value_expansion: int
 
 
-def _sizes(fields: Fields, name: str, dim: int, heads: int, expand_k: float, expand_v: float) -> _Sizes:
+def _widths(fields: Fields, dim: int, heads: int, expand_k: float, expand_v: float) -> _Widths:
     """Sizes of a head, where the config has the widths of all heads relative to `dim`."""
     expand_k, expand_v = fields.number("expand_k", default=expand_k), fields.number("expand_v", default=expand_v)
-    key = _whole(name, "expand_k", expand_k * dim / heads, "channels of a head's keys")
-    ratio = _whole(name, "expand_v", expand_v * dim / heads / key, "times the size of the keys for values")
+    key = fields.whole("expand_k", expand_k * dim / heads, "channels of a head's keys")
+    ratio = fields.whole("expand_v", expand_v * dim / heads / key, "times the size of the keys for values")
     return {"num_heads": heads, "head_dim": key, "value_expansion": ratio}
 
 
-def _gated_deltanet(given: Mapping[str, object]) -> ModelConfig:
+def _gated_deltanet(given: Mapping[str, object], sizes: Sizes) -> ModelConfig:
     name = "Gated DeltaNet"
-    fields = Fields(given, name)
+    fields = Fields(given, name, sizes)
     fields.require("use_gate", True)
     fields.require("use_short_conv", True)
     fields.require("output_gate_activation", "swish", "silu")
@@ -213,10 +203,10 @@ def _gated_deltanet(given: Mapping[str, object]) -> ModelConfig:
     fields.require("expand_k", None)  # of old versions; with it their keys had another size
     shared = _shared(fields, fields.integer("hidden_size", 2048))
     config = ModelConfig(
-        **_layers(fields, name, "gated_deltanet", shared["dim"], fields.integer("num_hidden_layers", 21)),
+        **_layers(fields, name, "gated_deltanet", shared["dim"], fields.layers("num_hidden_layers", 21)),
         num_heads=heads,
         head_dim=head_dim,
-        value_expansion=_whole(name, "expand_v", fields.number("expand_v", default=2.0), "times the size of the keys"),
+        value_expansion=fields.whole("expand_v", fields.number("expand_v", default=2.0), "times the size of the keys"),
         gated_deltanet=GatedDeltaNetConfig(
             value_heads=fields.optional_integer("num_v_heads"),
             negative_eigenvalues=fields.boolean("allow_neg_eigval", False),
@@ -229,39 +219,39 @@ def _gated_deltanet(given: Mapping[str, object]) -> ModelConfig:
     return config
 
 
-def _deltanet(given: Mapping[str, object]) -> ModelConfig:
+def _deltanet(given: Mapping[str, object], sizes: Sizes) -> ModelConfig:
     name = "DeltaNet"
-    fields = Fields(given, name)
+    fields = Fields(given, name, sizes)
     for field, value in (("use_gate", False), ("use_short_conv", True), ("allow_neg_eigval", False), ("use_beta", True),
                          ("qk_norm", "l2"), ("qk_activation", "silu")):  # fmt: skip
         fields.require(field, value)
     dim, heads = fields.integer("hidden_size", 2048), fields.integer("num_heads", 16)
-    sizes = _sizes(fields, name, dim, heads, 1.0, 1.0)
+    widths = _widths(fields, dim, heads, 1.0, 1.0)
     shared = _shared(fields, dim)
     config = ModelConfig(
-        **_layers(fields, name, "deltanet", dim, fields.integer("num_hidden_layers", 24)),
+        **_layers(fields, name, "deltanet", dim, fields.layers("num_hidden_layers", 24)),
         conv_width=fields.integer("conv_size", 4),
         head_norm=HeadNormConfig(
-            shared=True, eps=shared["norm_eps"] * sizes["head_dim"]
+            shared=True, eps=shared["norm_eps"] * widths["head_dim"]
         ),  # q is scaled by head_dim^{−1/2}
-        **sizes,
+        **widths,
         **shared,
     )
     fields.done(_NEUTRAL)
     return config
 
 
-def _gla(given: Mapping[str, object]) -> ModelConfig:
-    fields = Fields(given, "GLA")
+def _gla(given: Mapping[str, object], sizes: Sizes) -> ModelConfig:
+    fields = Fields(given, "GLA", sizes)
     for field, value in (("use_short_conv", False), ("use_output_gate", True), ("clamp_min", None), ("feature_map", None),
                          ("elementwise_affine", True), ("use_gv", False)):  # fmt: skip
         fields.require(field, value)
     dim, heads = fields.integer("hidden_size", 2048), fields.integer("num_heads", 4)
     fields.require("num_kv_heads", None, heads)
     config = ModelConfig(
-        **_layers(fields, "GLA", "gla", dim, fields.integer("num_hidden_layers", 24)),
+        **_layers(fields, "GLA", "gla", dim, fields.layers("num_hidden_layers", 24)),
         head_norm=HeadNormConfig(shared=True),
-        **_sizes(fields, "GLA", dim, heads, 0.5, 1.0),
+        **_widths(fields, dim, heads, 0.5, 1.0),
         **_shared(fields, dim),
     )
     fields.done((*_NEUTRAL, "conv_size"))

@@ -4,7 +4,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping
 
-from atlasjax.interop.family import Family, Fields
+from atlasjax.interop.family import Family, Fields, Sizes
 from atlasjax.interop.table import Row
 from atlasjax.nn import ModelConfig, SSMConfig
 
@@ -93,13 +93,13 @@ def _read_transformers(fields: Fields, mixer: str, ssm: SSMConfig, *, tied: bool
     return _config(
         mixer, fields, ssm=ssm, tied=fields.boolean("tie_word_embeddings", tied),
         vocab_size=fields.integer("vocab_size"), dim=fields.integer("hidden_size"),
-        num_layers=fields.integer("num_hidden_layers"), conv_width=fields.integer("conv_kernel", 4),
+        num_layers=fields.layers("num_hidden_layers"), conv_width=fields.integer("conv_kernel", 4),
         norm_eps=fields.number("layer_norm_epsilon", default=1e-5),
     )  # fmt: skip
 
 
-def _mamba_from_transformers(given: Mapping[str, object]) -> ModelConfig:
-    fields = Fields(given, "Mamba")
+def _mamba_from_transformers(given: Mapping[str, object], sizes: Sizes) -> ModelConfig:
+    fields = Fields(given, "Mamba", sizes)
     ssm = SSMConfig(
         state_dim=fields.integer("state_size", 16),
         expand=fields.integer("expand", 2),
@@ -120,8 +120,8 @@ _INFINITY = {"__float__": "Infinity"}
 _UNLIMITED = ([0.0, math.inf], [0.0, _INFINITY])
 
 
-def _mamba2_from_transformers(given: Mapping[str, object]) -> ModelConfig:
-    fields = Fields(given, "Mamba-2")
+def _mamba2_from_transformers(given: Mapping[str, object], sizes: Sizes) -> ModelConfig:
+    fields = Fields(given, "Mamba-2", sizes)
     fields.require("time_step_limit", *_UNLIMITED)
     ssm = SSMConfig(
         state_dim=fields.integer("state_size", 128),
@@ -178,23 +178,23 @@ _INITIAL = ("dt_init_floor", "dt_max", "dt_min")  # fields of ssm_cfg for initia
 
 
 def _from_mamba_ssm(
-    given: Mapping[str, object], mixer: str, name: str, layer: str, read: Callable[[Fields], SSMConfig]
+    given: Mapping[str, object], sizes: Sizes, mixer: str, name: str, layer: str, read: Callable[[Fields], SSMConfig]
 ) -> ModelConfig:
     """Reads what both have in common; `read` reads the rest of `ssm_cfg`."""
-    fields = Fields(given, name)
+    fields = Fields(given, name, sizes)
     fields.require("d_intermediate", 0)
     fields.require("attn_layer_idx", [])
     fields.require("attn_cfg", {})
     fields.require("rms_norm", True)
-    inside = Fields(fields.inside("ssm_cfg"), f"{name}, ssm_cfg")
+    inside = fields.inside("ssm_cfg")
     for field, value in (("layer", layer), ("bias", False), ("conv_bias", True)):
         inside.require(field, value)
     width, ssm = inside.integer("d_conv", 4), read(inside)
-    multiple = fields.integer("pad_vocab_size_multiple", 8)
+    multiple = fields.integer("pad_vocab_size_multiple", 8, is_axis=False)
     rows = -(-fields.integer("vocab_size") // multiple) * multiple  # of the table; the tokenizer has fewer
     config = _config(
         mixer, fields, ssm=ssm, tied=fields.boolean("tie_embeddings", True), vocab_size=rows,
-        dim=fields.integer("d_model"), num_layers=fields.integer("n_layer"), conv_width=width, norm_eps=1e-5,
+        dim=fields.integer("d_model"), num_layers=fields.layers("n_layer"), conv_width=width, norm_eps=1e-5,
     )  # fmt: skip
     fields.done(())
     return config
@@ -243,12 +243,12 @@ MAMBA2_TRANSFORMERS = Family(
 )  # fmt: skip
 MAMBA2_MAMBA_SSM = Family(
     "mamba2 of mamba_ssm", ("mamba2",), _is_mamba_ssm("Mamba2"),
-    lambda given: _from_mamba_ssm(given, "mamba2", "Mamba-2", "Mamba2", _read_mamba2), None, mamba2_rows, _MAMBA2,
+    lambda given, sizes: _from_mamba_ssm(given, sizes, "mamba2", "Mamba-2", "Mamba2", _read_mamba2), None, mamba2_rows, _MAMBA2,
 )  # fmt: skip
 MAMBA_TRANSFORMERS = Family(
     "mamba", ("mamba",), _is_transformers("mamba"), _mamba_from_transformers, _mamba_to_transformers, mamba_rows, _MAMBA
 )  # fmt: skip
 MAMBA_MAMBA_SSM = Family(
     "mamba of mamba_ssm", ("mamba",), _is_mamba_ssm("Mamba1"),
-    lambda given: _from_mamba_ssm(given, "mamba", "Mamba", "Mamba1", _read_mamba), None, mamba_rows, _MAMBA,
+    lambda given, sizes: _from_mamba_ssm(given, sizes, "mamba", "Mamba", "Mamba1", _read_mamba), None, mamba_rows, _MAMBA,
 )  # fmt: skip

@@ -6,7 +6,7 @@ wrong if keys and values differ in width.
 
 from collections.abc import Mapping
 
-from atlasjax.interop.family import Family, Fields, mixer_pattern
+from atlasjax.interop.family import Family, Fields, Sizes, mixer_pattern
 from atlasjax.interop.table import Index, Row
 from atlasjax.nn import AttentionConfig, GatedDeltaNetConfig, HeadNormConfig, ModelConfig
 
@@ -93,10 +93,10 @@ _NEUTRAL = (
 )  # fmt: skip
 
 
-def _to_ours(given: Mapping[str, object]) -> ModelConfig:
-    fields = Fields(given, _NAME)
+def _to_ours(given: Mapping[str, object], sizes: Sizes) -> ModelConfig:
+    fields = Fields(given, _NAME, sizes)
     fields.require("hidden_act", "silu")
-    dim, layers = fields.integer("hidden_size", 3840), fields.integer("num_hidden_layers", 32)
+    dim, layers = fields.integer("hidden_size", 3840), fields.layers("num_hidden_layers", 32)
     heads = fields.integer("num_attention_heads", 30)
     size = fields.quotient("hidden_size", dim, "num_attention_heads", heads)
     key_heads = fields.integer("linear_num_key_heads", heads)
@@ -146,7 +146,7 @@ def _layer_types(fields: Fields, layers: int) -> list[str]:
 
 def _theta(fields: Fields) -> float | None:
     """Base of the wavelengths; None without rotation, as in the public models."""
-    inside = Fields(fields.inside("rope_parameters"), f"{_NAME}, rope_parameters")
+    inside = fields.inside("rope_parameters")
     inside.require("rope_type", "default", None)
     theta = inside.optional_number("rope_theta")
     inside.done(())

@@ -5,7 +5,7 @@ Only the language model is imported. The tensors of the vision tower and of mult
 
 from collections.abc import Mapping
 
-from atlasjax.interop.family import Family, Fields, exact_fraction, given_dtype, mixer_pattern
+from atlasjax.interop.family import Family, Fields, Sizes, exact_fraction, given_dtype, mixer_pattern
 from atlasjax.interop.table import Index, Row
 from atlasjax.nn import AttentionConfig, GatedDeltaNetConfig, HeadNormConfig, ModelConfig
 from atlasjax.train.errors import ConfigError
@@ -114,25 +114,22 @@ _NEUTRAL_WHOLE = (
 )  # fmt: skip
 
 
-def _to_ours(given: Mapping[str, object]) -> ModelConfig:
+def _to_ours(given: Mapping[str, object], sizes: Sizes) -> ModelConfig:
     if given.get("model_type") != "qwen3_5":
-        return _language_model(Fields(given, _NAME), None)
-    whole = Fields(given, _NAME)
+        return _language_model(Fields(given, _NAME, sizes), None)
+    whole = Fields(given, _NAME, sizes)
     text = whole.inside("text_config")
-    text["dtype"] = given_dtype(given if given_dtype(text) is None else text)
     tied = whole.boolean("tie_word_embeddings", False)
     whole.done(_NEUTRAL_WHOLE)
-    return _language_model(
-        Fields(text, f"{_NAME}, text_config"), None if given.get("tie_word_embeddings") is None else tied
-    )
+    return _language_model(text, None if given.get("tie_word_embeddings") is None else tied, given_dtype(given))
 
 
-def _language_model(fields: Fields, tied: bool | None) -> ModelConfig:
-    """tied: of the model around the language model, which decides if it is given."""
+def _language_model(fields: Fields, tied: bool | None, dtype: object = None) -> ModelConfig:
+    """tied: of the model around the language model, which decides if it is given. dtype: of that model, if its own is missing."""
     for name, value in (("hidden_act", "silu"), ("attn_output_gate", True), ("mlp_only_layers", [])):
         fields.require(name, value)
     own_tied = fields.boolean("tie_word_embeddings", False)
-    layers, eps = fields.integer("num_hidden_layers", 32), fields.number("rms_norm_eps", default=1e-6)
+    layers, eps = fields.layers("num_hidden_layers", 32), fields.number("rms_norm_eps", default=1e-6)
     theta, fraction = _positions(fields)
     heads, key_dim = fields.integer("linear_num_key_heads", 16), fields.integer("linear_key_head_dim", 128)
     head_dim = fields.integer("head_dim", 256)
@@ -163,14 +160,14 @@ def _language_model(fields: Fields, tied: bool | None) -> ModelConfig:
         norm_eps=eps,
         mlp_dim=fields.integer("intermediate_size", 12288),
         tie_embeddings=own_tied if tied is None else tied,
-        dtype=fields.dtype(),
+        dtype=fields.dtype(dtype),
     )
     fields.done(_NEUTRAL)
     return config
 
 
 def _layer_types(fields: Fields, layers: int) -> list[str]:
-    interval = fields.integer("full_attention_interval", 4)
+    interval = fields.integer("full_attention_interval", 4, is_axis=False)
     given = fields.strings("layer_types", layers, _MIXER_OF)
     if given is not None:
         return given
@@ -179,7 +176,7 @@ def _layer_types(fields: Fields, layers: int) -> list[str]:
 
 def _positions(fields: Fields) -> tuple[float, float]:
     """Base of the wavelengths, and the fraction of a head's channels that is rotated. A text has no second axis of positions."""
-    inside = Fields(fields.inside("rope_parameters"), f"{_NAME}, rope_parameters")
+    inside = fields.inside("rope_parameters")
     inside.require("rope_type", "default")
     inside.require("type", "default", "mrope")  # its older name
     found = []

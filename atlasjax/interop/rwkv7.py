@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from atlasjax.interop.family import Family, Fields
+from atlasjax.interop.family import Family, Fields, Sizes
 from atlasjax.interop.table import Row
 from atlasjax.nn import ModelConfig, RWKV7Config
 from atlasjax.train.errors import ConfigError
@@ -58,11 +58,11 @@ def rows(config: ModelConfig) -> list[Row]:
 _FUSED_EPS, _EPS = 1e-6, 1e-24  # of the removal key: added to its squared length, or the square of the least length
 
 
-def _to_ours(given: Mapping[str, object]) -> ModelConfig:
-    fields = Fields(given, _NAME)
+def _to_ours(given: Mapping[str, object], sizes: Sizes) -> ModelConfig:
+    fields = Fields(given, _NAME, sizes)
     for name, value in (("hidden_act", "sqrelu"), ("norm_bias", True), ("attn", None), ("attnres_block_size", None)):
         fields.require(name, value)
-    dim, layers = fields.integer("hidden_size", 2048), fields.integer("num_hidden_layers", 24)
+    dim, layers = fields.integer("hidden_size", 2048), fields.layers("num_hidden_layers", 24)
     heads, head_dim = _heads(fields, given, dim)
     ratio = fields.number("hidden_ratio", default=4)
     fused = fields.boolean("fuse_norm", True)

@@ -12,6 +12,7 @@ from safetensors.numpy import load_file
 from atlasjax import cli
 from atlasjax.distributed import make_mesh
 from atlasjax.interop import FAMILIES, convert, export_weights, import_weights, layout, tensors
+from atlasjax.interop.family import Sizes
 from atlasjax.nn import AttentionConfig, HeadNormConfig, ModelConfig, SSMConfig
 from atlasjax.presets import get_preset
 from atlasjax.train.errors import ConfigError
@@ -182,7 +183,7 @@ def test_rounding_is_no_difference(name, config, sizes):
 def test_the_preset_of_a_family_is_what_would_be_imported():
     family = next(family for family in FAMILIES if family.name == "qwen3_5")
     model = get_preset("qwen3.5-0.8b")
-    assert family.to_ours({**family.to_peer(model), "dtype": "bfloat16"}) == model
+    assert family.to_ours({**family.to_peer(model), "dtype": "bfloat16"}, Sizes()) == model
 
 
 def test_layouts_forwards_and_backwards():

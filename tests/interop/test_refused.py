@@ -8,6 +8,7 @@ import pytest
 from atlasjax import cli
 from atlasjax.data.tokenizers import BpeTokenizer
 from atlasjax.interop import FAMILIES, export_weights, import_weights
+from atlasjax.interop.family import Sizes
 from atlasjax.train import Checkpoints
 from atlasjax.train.errors import CheckpointError, ConfigError
 from tests.interop import peers
@@ -148,7 +149,29 @@ CONFIGS = [
     ("rwkv7", {"num_heads": 4}, ["num_heads is 4; it should be 3"]),
     ("rwkv7", {"head_dim": 5, "num_heads": None}, ["head_dim is 5; it should divide hidden_size, 12"]),
     ("rwkv7", {"attn": {"layers": [1]}}, ["attn is {'layers': [1]}"]),
-]
+    *(
+        (name, {field: 10**9}, [f"{field} of config.json has 1,000,000,000 layers", "the files have"])
+        for name, field in (
+            ("mamba", "num_hidden_layers"), ("mamba2 of mamba_ssm", "n_layer"), ("gated_deltanet", "num_hidden_layers"),
+            ("delta_net", "num_hidden_layers"), ("gla", "num_hidden_layers"), ("qwen3_5", "num_hidden_layers"),
+            ("olmo_hybrid", "num_hidden_layers"), ("rwkv7", "num_hidden_layers"),
+        )
+    ),
+    *(
+        (name, {field: size}, [f"{field} is {size}", "the longest axis of the tensors in the files"])
+        for name, field, size in (
+            ("mamba2", "vocab_size", 10**9), ("mamba2", "hidden_size", 10**21), ("mamba2", "state_size", 10**9),
+            ("mamba", "time_step_rank", 10**9), ("gated_deltanet", "num_heads", 10**9), ("gla", "intermediate_size", 10**20),
+            ("qwen3_5", "linear_num_value_heads", 10**9), ("olmo_hybrid", "linear_conv_kernel_dim", 10**9),
+            ("rwkv7", "gate_low_rank_dim", 10**9),
+        )
+    ),
+    ("qwen3_5", {"full_attention_interval": 10**21}, ["full_attention_interval is 1000000000000000000000", "at most 2,147,4"]),
+    ("gla", {"expand_k": 1e308}, ["expand_k is 1e+308", "positive number below 1e+30"]),
+    ("gla", {"expand_k": 1e20}, ["expand_k gives", "at most"]),
+    ("mamba2", {"layer_norm_epsilon": 10**400}, ["layer_norm_epsilon is an integer of more than 300 digits"]),
+    ("qwen3_5", {"layer_types": ["full_attention"] * 100_000}, ["layer_types is ['full_attention'", "a list of 4 strings"]),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "changes", "words"), CONFIGS)
@@ -326,7 +349,24 @@ def test_nothing_is_left_of_a_failed_import(tmp_path, monkeypatch):
 def test_refuses_an_unknown_dtype(value):
     family = next(family for family in FAMILIES if family.name == "mamba2")
     with pytest.raises(ConfigError, match=r"torch_dtype is .*; it should be 'float32' or 'float16' or 'bfloat16'"):
-        family.to_ours({**peers.PEERS["mamba2"][0], "torch_dtype": value})
+        family.to_ours({**peers.PEERS["mamba2"][0], "torch_dtype": value}, Sizes())
+
+
+def test_refuses_a_config_of_another_size_than_a_description(tmp_path):
+    source = peers.write(tmp_path / "source", "mamba2")
+    (source / "config.json").write_text("[" + "0," * 2**25 + "0]")
+    refused(source, tmp_path / "run", ["config.json' has 67,108,867 bytes", "at most 67,108,864"])
+
+
+def test_an_export_refuses_a_config_of_other_sizes(tmp_path):
+    import_weights(peers.write(tmp_path / "source", "mamba2"), tmp_path / "run", tokenizer="byte")
+    file = tmp_path / "run/peer/config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_hidden_layers": 10**9}))
+    with pytest.raises(
+        ConfigError, match=r"num_hidden_layers of config\.json has 1,000,000,000 layers, the files have"
+    ):
+        export_weights(tmp_path / "run", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_command_says_what_is_wrong(tmp_path, capsys):
