@@ -9,12 +9,15 @@ from typing import TypeGuard, get_args
 
 from atlasjax.names import lookup
 
+MOST = 2**63 - 1  # no machine counts further
 _LONGEST = 200  # characters of a value in a message
 
 
 def is_integer(value: object, least: int | None = None, *, kinds: type | tuple[type, ...] = int) -> TypeGuard[int]:
-    """Whether `value` is an integer and at least `least`. With kinds=`numbers.Integral`, NumPy integers are accepted too."""
-    return isinstance(value, kinds) and not isinstance(value, bool) and (least is None or value >= least)  # type: ignore[operator]
+    """Whether `value` is an integer of 64 bits, at least `least`. kinds=`numbers.Integral`: NumPy integers are accepted too."""
+    if not isinstance(value, kinds) or isinstance(value, bool):
+        return False
+    return -MOST - 1 <= value <= MOST and (least is None or value >= least)  # type: ignore[operator]
 
 
 def is_number(value: object) -> TypeGuard[float]:
@@ -47,7 +50,9 @@ def integer(
       kinds: as in `is_integer`.
     """
     if not is_integer(value, least, kinds=kinds) and not (optional and value is None):
-        raise ValueError(f"{owner}: {name} must be an integer ≥ {least}{_or_none(optional)}, got {shown(value)}.")
+        too_large = isinstance(value, int) and value > MOST
+        range_ = f"≥ {least}{' and below 2^63' if too_large else ''}"
+        raise ValueError(f"{owner}: {name} must be an integer {range_}{_or_none(optional)}, got {shown(value)}.")
 
 
 def integers(config: object, least: Mapping[str, int], optional: Iterable[str] = ()) -> None:

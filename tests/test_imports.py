@@ -21,6 +21,7 @@ FOUNDATION = {
     "atlasjax.trusted",
     "atlasjax.names",
     "atlasjax.check",
+    "atlasjax.machine",
     "atlasjax.mesh_axes",
     "atlasjax.config_json",
 }
@@ -32,6 +33,7 @@ MAY_IMPORT = {
     "atlasjax.trusted": set(),
     "atlasjax.names": {"atlasjax.json_text", "atlasjax.trusted"},
     "atlasjax.check": {"atlasjax.names"},
+    "atlasjax.machine": {"atlasjax.check"},
     "atlasjax.mesh_axes": set(),
     "atlasjax.config_json": {"atlasjax.names", "atlasjax.trusted"},
     "atlasjax.memory": {"atlasjax.storage", "pallas_kernels"} | FOUNDATION,

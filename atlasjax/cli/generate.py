@@ -13,6 +13,7 @@ import tyro
 from atlasjax import storage
 from atlasjax.cli.parsing import parse
 from atlasjax.generate import Context, SamplingConfig, TextStream, load_context, read, save_context, stream
+from atlasjax.generate.room import check_room
 from atlasjax.interop.text_ends import text_ends
 from atlasjax.nn import ModelConfig
 from atlasjax.train.errors import ConfigError, user_errors
@@ -76,6 +77,8 @@ def run(arguments: Sequence[str]) -> None:
         if command.save_memory is None:
             longest += command.max_tokens
             model.check_length(longest, "prompt and max_tokens")
+            before = longest - command.max_tokens
+            check_room(model, ("samples", command.samples), ("max_tokens", command.max_tokens), before=before)
         if command.save_memory is not None:
             if len(tokens):
                 context = read(model, tokens[None], context=context, max_length=longest)

@@ -17,11 +17,15 @@ from atlasjax.data.prepared import load_tokens
 from atlasjax.data.sources import embedded_documents, load_text
 from atlasjax.evaluate.long_context import TASKS, Haystack, Plan, Result, Run, Task, figures, find, joined, report
 from atlasjax.evaluate.scoring import Scorer
+from atlasjax.generate.room import check_room
 from atlasjax.interop.text_ends import text_ends
+from atlasjax.machine import check_fits, machine_memory
 from atlasjax.train.config import run_folder
 from atlasjax.train.errors import ConfigError, user_errors
 from atlasjax.train.load import LoadedRun
 
+_MOST_SAMPLES = 100_000  # all prompts are made before the first is read
+_BYTES_OF_TOKEN = 16  # at least, of its text and its id while a prompt is made
 _UNITS = {"": 1, "k": 1024, "m": 1024**2}
 
 
@@ -40,9 +44,10 @@ class LongContextOptions:
 
     def plan(self) -> Plan:
         """What is asked. Raises ConfigError for a number out of range."""
-        for name, least in (("samples", 1), ("seed", 0)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it should be at least {least}.")
+        for name, least, most in (("samples", 1, _MOST_SAMPLES), ("seed", 0, 2**32 - 1)):
+            if not least <= getattr(self, name) <= most:
+                what = f"at least {least}" if getattr(self, name) < least else f"at most {most:,}"
+                raise ConfigError(f"{name} is {getattr(self, name)}; it should be {what}.")
         for name in ("lengths", "depths"):
             if not getattr(self, name):
                 raise ConfigError(f"--{name} needs at least one number.")
@@ -54,7 +59,7 @@ class LongContextOptions:
 
 
 def _length(text: str) -> int:
-    match = re.fullmatch(r"0*([1-9]\d*)([km]?)", text.lower())
+    match = re.fullmatch(r"0*([1-9][0-9]{0,15})([km]?)", text.lower())
     if match is None:
         raise ConfigError(f"lengths has {text!r}; it should be a number of tokens such as 4096 or 4k.")
     return int(match[1]) * _UNITS[match[2]]
@@ -111,6 +116,8 @@ def prepare_long_context(
     needs_text = any(task.needs_text for task in tasks.values())
     with user_errors():
         loaded.model.check_length(max(plan.lengths), "lengths")
+        check_room(loaded.model, ("batch_size", batch_size), ("lengths", max(plan.lengths)))
+        check_fits("lengths", max(plan.lengths), 0, _BYTES_OF_TOKEN, machine_memory(), "one prompt")
         data = text or loaded.config.data
         words = load_text(text, "validation") if text else "\n".join(embedded_documents().texts)
         nothing = np.zeros((2, 0), np.int32)

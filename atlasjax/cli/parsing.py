@@ -1,12 +1,14 @@
 """Parsing of command lines into frozen dataclasses, with tyro."""
 
 import contextlib
+import dataclasses
 import io
 import re
-from collections.abc import Sequence
+import typing
+from collections.abc import Iterator, Sequence
 from typing import TypeVar, cast
 
-from atlasjax import trusted
+from atlasjax import check, trusted
 from atlasjax.train.errors import ConfigError, user_errors
 
 T = TypeVar("T")
@@ -44,9 +46,27 @@ def parse(cls: type[T], command: str, description: str, arguments: Sequence[str]
         if not exit_.code:
             raise
         raise ConfigError(_one_line(printed.getvalue(), command)) from None
+    for option, value in numbers_of(parsed):
+        if isinstance(value, int) and abs(value) > check.MOST:
+            raise ConfigError(
+                f"--{option} is {check.shown(value)}; it should be an integer of 64 bits, at most {check.MOST}."
+            )
     with user_errors():
         trusted.trust(*getattr(parsed, "trust", ()))
     return cast(T, parsed)
+
+
+def numbers_of(command: object, prefix: str = "") -> Iterator[tuple[str, int | float]]:
+    """The options of a command, an instance of its dataclass, whose values are numbers, with these: ("data.batch-size", 8)."""
+    hints = typing.get_type_hints(type(command), include_extras=True)
+    for field in dataclasses.fields(command):  # type: ignore[arg-type]
+        value, about = getattr(command, field.name), getattr(hints[field.name], "__metadata__", ())
+        named = [one.name for one in about if getattr(one, "name", None) is not None]  # tyro.conf.arg(name=…)
+        name = named[0] if named else field.name.replace("_", "-")
+        if dataclasses.is_dataclass(value):
+            yield from numbers_of(value, f"{prefix}{name}." if name else prefix)
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield f"{prefix}{name}", value
 
 
 def _one_line(text: str, command: str) -> str:

@@ -9,7 +9,7 @@ import pathlib
 from typing import Any
 
 from atlasjax import storage
-from atlasjax.check import is_integer
+from atlasjax.check import is_finite, is_integer
 from atlasjax.data.tokenizers import Tokenizer
 from atlasjax.evaluate.long_context import TASKS
 from atlasjax.interop.text_ends import TextEnds, text_ends
@@ -50,7 +50,8 @@ class TaskOptions:
             value, least = getattr(self, name), 0 if name == "num_fewshot" else 1
             if value is not None and value < least:
                 raise ConfigError(f"{name} is {value}; it should be at least {least}.")
-        if self.limit is not None and not (0 < self.limit < 1 or (self.limit >= 1 and self.limit == int(self.limit))):
+        limit = self.limit
+        if limit is not None and not (0 < limit < 1 or (is_finite(limit) and limit >= 1 and limit == int(limit))):
             raise ConfigError(f"limit is {self.limit}; it should be a whole number of documents, or a share below 1.")
 
 

@@ -161,16 +161,6 @@ def _suffix(file: storage.AnyPath) -> str:
     return pathlib.PurePath(file.name.removesuffix(file.suffix)).suffix.lower() if suffix in COMPRESSIONS else suffix
 
 
-def machine_memory() -> int:
-    """Memory in bytes of the machine, or of the container that this process runs in."""
-    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    for path in map(pathlib.Path, ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")):
-        text = path.read_text().strip() if path.exists() else ""
-        if text.isdecimal():
-            limits.append(int(text))
-    return min(limits)
-
-
 def usable_cores() -> int:
     """The number of CPU cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):

@@ -9,7 +9,8 @@ from typing import IO, Literal
 
 from atlasjax import json_text, storage
 from atlasjax.data.documents import TextDocuments
-from atlasjax.data.files import COMPRESSIONS, expand, machine_memory
+from atlasjax.data.files import COMPRESSIONS, expand
+from atlasjax.machine import machine_memory
 
 Errors = Literal["strict", "replace", "skip"]
 _HANDLERS = {"strict": "strict", "replace": "replace", "skip": "ignore"}  # of Python's codecs

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import numbers
 from collections.abc import Callable, Iterable
 
 import jax
@@ -122,8 +123,7 @@ def evaluate_stream(
     tokens = np.atleast_2d(np.asarray(tokens))
     if tokens.ndim != 2 or tokens.shape[1] < 2:
         raise ValueError(f"tokens has shape {tokens.shape}; it should be [streams, time] with at least two tokens.")
-    if piece < 1:
-        raise ValueError(f"piece is {piece}; it should be positive.")
+    check.require(check.is_integer(piece, 1, kinds=numbers.Integral), "piece", piece, "a positive integer")
     check_tokens(tokens, model.config.vocab_size, "tokens")
     if sizes is not None and np.atleast_2d(sizes).shape != tokens.shape:
         raise ValueError(f"sizes has shape {np.shape(sizes)}; it should be that of tokens, {tokens.shape}.")

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from numpy.typing import ArrayLike
 
 from atlasjax import check
+from atlasjax.generate.room import check_room
 from atlasjax.nn import LanguageModel
 
 _PREFILL_PIECE = 512  # prompt tokens read at a time; bounds memory and the number of compiled lengths
@@ -94,7 +95,7 @@ def read(
 
     Raises:
       ValueError: a prompt is empty or not of rank 2 or has a token that is not in the vocabulary, the context has another number of
-        rows, or there are more tokens than the model has learned positions.
+        rows, there are more tokens than the model has learned positions, or the texts do not fit in memory.
     """
     prompts = rows_of(prompt, model.config.vocab_size)
     context = None if context is None else context.for_batch(len(prompts))
@@ -107,6 +108,7 @@ def read(
     for row, tokens in zip(seen, prompts, strict=True):
         row[tokens] = True
     max_length = max(longest, max_length or 0)
+    check_room(model, ("the number of prompts", len(prompts)), ("max_length", max_length))
     if context is not None:
         context = context.with_room(model, max_length)
         max_length = context.max_length

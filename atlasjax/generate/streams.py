@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike
 
 from atlasjax import check
 from atlasjax.generate.context import Context, PyTree, copied, read, rows_of
+from atlasjax.generate.room import check_room
 from atlasjax.generate.sampling import SamplingConfig, sample
 from atlasjax.nn import LanguageModel
 
@@ -45,9 +46,9 @@ def generate(
       int32 [batch · num_samples, num_tokens]; the samples of a row are neighbours.
 
     Raises:
-      ValueError: a prompt is empty or not of rank 2 or has a token that is not in the vocabulary, a number is not positive, the
-        context has another number of rows, or prompt and tokens together exceed the maximum length of a model with learned
-        positions.
+      ValueError: a prompt is empty or not of rank 2 or has a token that is not in the vocabulary, a number is not an integer ≥ 1,
+        the context has another number of rows, prompt and tokens together exceed the maximum length of a model with learned
+        positions, or the texts do not fit in memory.
     """
     blocks = stream(
         model, prompt, num_tokens, config=config, seed=seed, block=num_tokens, vocab_size=vocab_size, context=context,
@@ -72,8 +73,8 @@ def stream(
     prompts = None if prompt is None and context is not None else rows_of(prompt, model.config.vocab_size)
     counts = {"num_tokens": num_tokens, "block": block, "vocab_size": vocab_size, "num_samples": num_samples}
     for name, value in counts.items():
-        inside = value is None or check.is_integer(value, 1, kinds=numbers.Integral)
-        check.require(inside, name, value, "at least 1")
+        inside = (value is None and name == "vocab_size") or check.is_integer(value, 1, kinds=numbers.Integral)
+        check.require(inside, name, value, "an integer, at least 1")
     check.require(check.is_integer(seed, 0) and seed < 2**32, "seed", seed, "in [0, 2^32)")
     if context is not None and prompts is not None:
         context = context.for_batch(len(prompts))
@@ -81,6 +82,8 @@ def stream(
     lengths = before + np.array([0] if prompts is None else [len(row) for row in prompts])
     max_length = int(lengths.max()) + num_tokens
     model.check_length(max_length, "prompt and num_tokens")
+    texts, tokens = ("num_samples", num_samples), ("num_tokens", num_tokens)
+    check_room(model, texts, tokens, before=int(lengths.max()), rows=len(lengths))
 
     return _blocks(
         model, prompts, num_tokens, config, jax.random.key(seed), block, vocab_size, context, num_samples, max_length

@@ -53,7 +53,7 @@ class Fields:
     def integer(self, name: str, default: int | None = None, *, is_axis: bool = True) -> int:
         """An integer ≥ 1. Without a default the field is required. is_axis: no tensor of the model has a shorter longest axis."""
         value = self._take(name, default)
-        if not is_integer(value, 1):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self._wrong(name, value, "an integer ≥ 1")
         most = self._sizes.axis if is_axis else _MOST
         if value > most:

@@ -14,6 +14,7 @@ from jaxtyping import PyTree
 
 from atlasjax.generate import Context, RowSampling, sample_rows
 from atlasjax.generate.context import copied, prefill
+from atlasjax.generate.room import check_room
 from atlasjax.nn import LanguageModel
 
 
@@ -57,6 +58,9 @@ class Slots:
       number: number of slots.
       max_length: number of tokens for which a slot has room. It matters only if a mixer keeps every token.
       vocab_size: tokens of the tokenizer; others are never sampled.
+
+    Raises:
+      ValueError: the texts of all slots do not fit in memory.
     """
 
     def __init__(self, model: LanguageModel, number: int, max_length: int, vocab_size: int):
@@ -68,6 +72,7 @@ class Slots:
             self._params = jax.device_put(self._params, self._where)
         # A step takes the first 1, 4, 16, … slots or all, so that few texts cost less, with few programs.
         self._sizes = [*(size for size in (4**i for i in range(16)) if size < number), number]
+        check_room(model, ("slots", number), ("room", max_length))
         width = model.config.vocab_size
         shapes = lambda length: jax.eval_shape(lambda: model.init_cache(1, length))
         # Not twice as long: a cache of segments has the same shapes for all lengths up to a segment.

@@ -5,8 +5,9 @@ import os
 
 import jax
 
-from atlasjax.data.files import machine_memory, usable_cores
+from atlasjax.data.files import usable_cores
 from atlasjax.distributed.mesh import MeshConfig
+from atlasjax.machine import machine_memory
 from atlasjax.train import fits
 from atlasjax.train.config import TrainConfig
 

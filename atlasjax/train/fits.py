@@ -7,13 +7,10 @@ layer. A run that passes may still need more.
 import math
 from collections.abc import Mapping
 
-import jax
-
-from atlasjax.data.files import machine_memory
+from atlasjax.machine import GIB
 from atlasjax.nn import ModelConfig, check_divided
 from atlasjax.train.config import TrainConfig
 
-_GIB = 2**30
 _WITH_HEADS = (
     "memory",
     "mac",
@@ -22,14 +19,6 @@ _WITH_HEADS = (
     "attention",
     "swa",
 )  # mixers with a projection [dim, num_heads · head_dim]
-
-
-def available_bytes() -> int | None:
-    """Memory in bytes of one of this process's devices. CPU devices share that of the machine. None if unknown."""
-    devices = jax.local_devices()
-    if devices[0].platform != "cpu":
-        return (devices[0].memory_stats() or {}).get("bytes_limit")
-    return machine_memory() // len(devices)
 
 
 def parameters_at_least(model: ModelConfig) -> int:
@@ -95,9 +84,9 @@ def check_fits(
     if needed <= available:
         return
     raise ValueError(
-        f"The run needs at least {needed / _GIB:,.1f} GiB of a device's memory: {state / _GIB:,.1f} for {parameters:,} parameters "
-        f"with their gradients and optimizer, {rows * row / _GIB:,.1f} for {rows:,} sequences of {data.sequence_length:,} tokens "
-        f"at a time. Only {available / _GIB:,.1f} GiB is available. {_what_it_takes(config, shards, state, row, available)}"
+        f"The run needs at least {needed / GIB:,.1f} GiB of a device's memory: {state / GIB:,.1f} for {parameters:,} parameters "
+        f"with their gradients and optimizer, {rows * row / GIB:,.1f} for {rows:,} sequences of {data.sequence_length:,} tokens "
+        f"at a time. Only {available / GIB:,.1f} GiB is available. {_what_it_takes(config, shards, state, row, available)}"
     )
 
 

@@ -14,11 +14,11 @@ from jaxtyping import PyTree
 
 from atlasjax import storage
 from atlasjax.config_json import to_dict
-from atlasjax.data.files import machine_memory
 from atlasjax.data.pipeline import BatchIterator, Pipeline, Position, make_pipeline, merge_positions
 from atlasjax.data.tokenizers import Tokenizer, load_tokenizer, make_tokenizer
 from atlasjax.distributed.mesh import make_mesh
 from atlasjax.distributed.sharding import row_reader
+from atlasjax.machine import available_bytes, machine_memory
 from atlasjax.nn.mixer_check import check_own_calls
 from atlasjax.train import fits
 from atlasjax.train import state as state_lib
@@ -107,7 +107,7 @@ def prepare(config: TrainConfig) -> Setup:
     """
     mesh = make_mesh(mesh_of(config, usable_cpu_devices(), machine_memory()))
     check_base(config)
-    memory = fits.available_bytes()
+    memory = available_bytes()
     packs = config.data.packing == "documents"  # rows of any length; contiguous ones are as long as the text at most
     some = None if config.optimizer.trainable is None else 0
     fits.check_fits(config, mesh.shape, fits.parameters_at_least(config.model), memory, trainable=some, batch=packs)

@@ -6,6 +6,7 @@ import math
 import jax
 import pytest
 
+from atlasjax.machine import available_bytes
 from atlasjax.presets import PRESETS, PUBLISHED_SIZES, get_preset
 from atlasjax.train import default_config, fits
 from atlasjax.train.state import model_shapes
@@ -48,7 +49,7 @@ def test_what_fits_is_not_refused():
     fits.check_fits(dataclasses.replace(config, accumulation=128), ONE, 390_000_000, 16 * 2**30)
     fits.check_fits(config, {"data": 1, "fsdp": 16, "tensor": 4}, 390_000_000, 15 * 2**30)
     fits.check_fits(config, ONE, 390_000_000, None)
-    fits.check_fits(default_config("atlas-tiny"), ONE, 1_100_000, fits.available_bytes())
+    fits.check_fits(default_config("atlas-tiny"), ONE, 1_100_000, available_bytes())
 
 
 def test_every_published_preset_can_be_trained():

@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Float
 
 from atlasjax import cache, check, storage
+from atlasjax.machine import check_fits, machine_memory
 from atlasjax.mixers.elastic.hippo import DISCRETIZATIONS, amplification, build, build_bytes
 from atlasjax.names import lookup
 
@@ -65,7 +66,7 @@ def load(
       The bank. Calls with the same arguments share the same read-only arrays.
 
     Raises:
-      ValueError: an argument is out of range.
+      ValueError: an argument is out of range, or the bank does not fit in the machine's memory.
 
     Warns:
       RuntimeWarning: the discretization is unstable in one of the blocks. The first one is named. See `hippo.transition`.
@@ -75,6 +76,9 @@ def load(
     check.integer("hippo", "blocks", blocks, 0, kinds=Integral)
     lookup("discretization", discretization, DISCRETIZATIONS)
     check.boolean("hippo", "legacy_hippo", legacy_hippo)
+    memory, each = machine_memory(), 4 * int(order) * (int(order) + int(block_size))
+    check_fits("hippo: order", int(order), 0, each // int(order), memory, "the matrices of one block")
+    check_fits("hippo: blocks", int(blocks), 0, each, memory, "the bank")
     folder = pathlib.Path(cache_dir) if cache_dir is not None else cache.folder()
     return _load(int(order), int(block_size), int(blocks), discretization, legacy_hippo, folder, progress)
 
