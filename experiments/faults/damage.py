@@ -88,6 +88,14 @@ def _changed(value: Any, rng: random.Random) -> Any:
     return value + 1 if isinstance(value, int | float) else rng.choice([None, 0, [], "y"])
 
 
+def gone(path: pathlib.Path) -> None:
+    """Removes what is there, if anything: a file, a link or a folder."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def copied(source: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
     """A fresh copy of a folder, in place of what is there."""
     shutil.rmtree(target, ignore_errors=True)

@@ -1,6 +1,6 @@
-"""A generated attack on the library: damaged checkpoints and run folders, bad command lines, bad calls.
+"""A generated attack on the library: damaged and hostile files, bad command lines, bad calls, hard inputs, processes that end.
 
-    JAX_PLATFORMS=cpu python -m experiments.faults.run                     # all classes, some ten minutes on two cores
+    JAX_PLATFORMS=cpu python -m experiments.faults.run                     # all classes, one after another
     JAX_PLATFORMS=cpu python -m experiments.faults.run --only calls        # one class
 
 Every case ends in one of these ways, of which the last four are failures:
@@ -11,7 +11,7 @@ Every case ends in one of these ways, of which the last four are failures:
     wrong      a result that is another one, or a bad argument that was taken
     traceback  any other error
     gave up    older checkpoints were intact, and none was used
-    hang       no end within a minute
+    hang       no end within a minute (ten of a case that compiles much or starts processes)
 
 Rows, one for each class, are lines of results/faults.jsonl; cases that failed are printed. The same seed makes the same cases.
 """
@@ -33,11 +33,28 @@ import jax
 from experiments.rows import append_row
 
 HERE = pathlib.Path(__file__).parent
-CLASSES = ("checkpoints", "folders", "commands", "calls")
+CLASSES = (
+    "checkpoints", "folders", "commands", "calls", "trust", "others", "texts", "server", "amounts", "weights", "arrays", "hard",
+    "gradients", "programs", "processes", "versions",
+)  # fmt: skip
 FAILURES = ("wrong", "traceback", "gave up", "hang")
 SECONDS = 60
 
 Case = tuple[str, Callable[[], str]]  # its name, and what makes its outcome
+
+
+class WrongError(Exception):
+    """A result that is another one; it says by how much."""
+
+
+class Slow:
+    """A case that may take ten times as long as others: it starts processes of its own."""
+
+    def __init__(self, case: Callable[[], str]):
+        self.case = case
+
+    def __call__(self) -> str:
+        return self.case()
 
 
 class _HangError(BaseException):
@@ -51,11 +68,13 @@ def outcome(case: Callable[[], str]) -> tuple[str, str]:
         raise _HangError
 
     before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(SECONDS)
+    signal.alarm(SECONDS * (10 if isinstance(case, Slow) else 1))
     try:
         return case(), ""
     except _HangError:
         return "hang", ""
+    except WrongError as error:
+        return "wrong", str(error)
     except Exception as error:
         return "traceback", f"{type(error).__name__}: {str(error)[:600]}"
     finally:

@@ -1,0 +1,62 @@
+"""Gradients through 8,192 tokens of every rule: finite, and those of the same tokens read in two parts, with a state between."""
+
+import functools
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from atlasjax import memory, rules
+from atlasjax.memory import Gates
+from atlasjax.names import takes
+from experiments.faults.run import Case, Slow, WrongError
+
+TIME, DIM = 8192, 8
+_TOLERANCE = 2e-3  # float32 in another order over so many tokens; Newton–Schulz multiplies rounding (SEMANTICS 1.7)
+
+
+def cases(seed: int, most: int | None = None) -> Iterator[Case]:
+    """Every rule with random unit keys and with equal ones."""
+    every = [(name, keys) for name in rules.REGISTRY for keys in ("random keys", "equal keys")]
+    for name, keys in every if most is None else random.Random(seed).sample(every, most):
+        yield f"{name} {keys}", Slow(functools.partial(_graded, name, keys, seed))
+
+
+def _graded(name: str, keys: str, seed: int, time: int = TIME) -> str:
+    make = rules.REGISTRY[name]
+    rule = make(**({"chunk_size": 64} if takes(make, "chunk_size") else {}))
+    dim = 16 if getattr(getattr(rule, "structure", None), "norm", False) else DIM
+    params = memory.init_params(rule, jax.random.key(seed), num_heads=1, key_dim=dim, value_dim=dim)
+    q, k, v = jax.random.normal(jax.random.key(seed + 1), (3, 1, time, 1, dim))
+    unit = lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+    k = unit(k if keys == "random keys" else jnp.broadcast_to(k[:, :1], k.shape))
+    gates = memory.suggested_gates(rule, batch_size=1, time=time, num_heads=1, key_dim=dim)
+    given = (params, unit(q), k, v, gates)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def graded(parts: int, *given: Any) -> Any:
+        return jax.value_and_grad(lambda *given: _loss(rule, parts, *given), argnums=(0, 1, 2, 3, 4))(*given)
+
+    with jax.debug_nans(True):
+        whole, parts = graded(1, *given), graded(2, *given)
+    for one, other in zip(jax.tree.leaves(whole), jax.tree.leaves(parts), strict=True):
+        one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
+        if not np.isfinite(one).all():
+            return "wrong"
+        error, size = np.abs(one - other).max(initial=0), np.abs(other).max(initial=0)
+        if error > _TOLERANCE * max(size, 1e-6):
+            raise WrongError(f"error {error:.3g} of {size:.3g}")
+    return "right"
+
+
+def _loss(rule: Any, parts: int, params: Any, q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates) -> jax.Array:
+    """The mean square of the outputs, with the tokens read in equal parts."""
+    state, total, size = None, jnp.float32(0), q.shape[1] // parts
+    for part in range(parts):
+        cut = lambda x, part=part: x[:, part * size : (part + 1) * size]
+        y, state = memory.scan(rule, params, state, cut(q), cut(k), cut(v), jax.tree.map(cut, gates))
+        total += (y**2).sum()
+    return total / q.size

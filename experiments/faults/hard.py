@@ -1,0 +1,138 @@
+"""Hard inputs of every rule: zeros, huge and tiny numbers, equal keys, alternating signs, one token, gates at their ends, a memory
+that forgets nothing. In float32, bfloat16 and float16, with `jax_debug_nans`. What comes out is finite, and is what
+`memory.reference` makes of the same numbers in float64, up to rounding."""
+
+import functools
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from atlasjax import memory, rules
+from atlasjax.memory import Gates
+from atlasjax.names import takes
+from experiments.faults.run import Case, Slow, WrongError
+
+B, T, H = 1, 24, 2
+DTYPES = ("float32", "bfloat16", "float16")
+# As `tests/memory/test_engine.py`: relative to the largest output, without and with Newton–Schulz, which multiplies rounding.
+_TOLERANCE = {"float32": (2e-5, 2e-3), "bfloat16": (4e-2, 1e-1), "float16": (4e-2, 1e-1)}
+
+Arrays = dict[str, np.ndarray]
+
+
+def cases(seed: int, most: int | None = None) -> Iterator[Case]:
+    """Every rule on every input in every dtype."""
+    every = [(rule, dtype, hard) for rule in rules.REGISTRY for dtype in DTYPES for hard in HARD]
+    if most is not None:
+        every = random.Random(seed).sample(every, most)
+    for rule, dtype, hard in every:
+        yield f"{rule} {dtype} {hard}", Slow(functools.partial(_compared, rule, dtype, hard, seed))
+
+
+def _compared(name: str, dtype: str, hard: str, seed: int) -> str:
+    rule = _rule(name)
+    params, tokens, gates = _inputs(rule, dtype, hard, seed)
+    with jax.debug_nans(True):
+        y, state = _compiled(name, False)(params, *tokens, gates)
+    if not _finite(y) or not all(map(_finite, jax.tree.leaves(state))):
+        return "wrong"
+    with jax.enable_x64(True):
+        wide = lambda tree: jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float64), tree)
+        expected, _ = _compiled(name, True)(wide(params), *wide(tokens), wide(gates))
+        expected = np.asarray(expected)
+    if not np.isfinite(expected).all():
+        return "right"  # the definition overflows too; the rule's result is finite
+    tolerance = _TOLERANCE[dtype][getattr(rule, "uses_muon", False)]
+    error = np.abs(np.asarray(y, np.float64) - expected).max(initial=0)
+    if error <= tolerance * max(np.abs(expected).max(initial=0), np.finfo(np.float32).tiny):
+        return "right"
+    raise WrongError(f"error {error:.3g} of {np.abs(expected).max():.3g}")
+
+
+@functools.cache
+def _rule(name: str) -> Any:
+    make = rules.REGISTRY[name]
+    return make(**({"chunk_size": 8} if takes(make, "chunk_size") else {}))
+
+
+@functools.cache
+def _compiled(name: str, reference: bool) -> Callable[..., Any]:
+    run = memory.reference if reference else memory.scan
+    rule = _rule(name)
+    return jax.jit(lambda params, q, k, v, gates: run(rule, params, None, q, k, v, gates))
+
+
+def _inputs(rule: Any, dtype: str, hard: str, seed: int) -> tuple[Any, tuple[jax.Array, ...], Gates]:
+    """Parameters, (q, k, v) in the dtype, and gates in float32."""
+    rng = np.random.default_rng(seed)
+    dim = (
+        16 if getattr(getattr(rule, "structure", None), "norm", False) else 8
+    )  # the variance of few channels may be near zero
+    params = memory.init_params(rule, jax.random.key(seed), num_heads=H, key_dim=dim, value_dim=dim)
+    unit = lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True)
+    given = {name: rng.standard_normal((B, T, H, dim)) for name in "qkv"}
+    given["q"], given["k"] = unit(given["q"]), unit(given["k"])
+    suggested = memory.suggested_gates(rule, batch_size=B, time=T, num_heads=H, key_dim=dim)
+    gates = {name: np.asarray(gate) for name, gate in suggested._asdict().items() if gate is not None}
+    tokens, gates = HARD[hard](given, gates, float(jnp.finfo(dtype).max))
+    cast = tuple(jnp.asarray(tokens[name]).astype(dtype) for name in "qkv")
+    return params, cast, Gates(**{name: jnp.asarray(gate, jnp.float32) for name, gate in gates.items()})
+
+
+def _finite(x: Any) -> bool:
+    return not jnp.issubdtype(x.dtype, jnp.floating) or bool(np.isfinite(np.asarray(x, np.float32)).all())
+
+
+def _zeros(x: Arrays, gates: Arrays, largest: float) -> tuple[Arrays, Arrays]:
+    return {name: 0 * array for name, array in x.items()}, gates
+
+
+def _huge_values(x: Arrays, gates: Arrays, largest: float) -> tuple[Arrays, Arrays]:
+    return {**x, "v": x["v"] * min(1e3, largest / 64)}, gates
+
+
+def _tiny(x: Arrays, gates: Arrays, largest: float) -> tuple[Arrays, Arrays]:
+    return {**x, "k": x["k"] * 1e-20, "v": x["v"] * 1e-30}, gates
+
+
+def _equal_keys(x: Arrays, gates: Arrays, largest: float) -> tuple[Arrays, Arrays]:
+    return {
+        **x,
+        "k": np.broadcast_to(x["k"][:, :1], x["k"].shape),
+        "q": np.broadcast_to(x["k"][:, :1], x["q"].shape),
+    }, gates
+
+
+def _alternating(x: Arrays, gates: Arrays, largest: float) -> tuple[Arrays, Arrays]:
+    signs = (-1.0) ** np.arange(x["k"].shape[1])[None, :, None, None]
+    return {**x, "k": x["k"][:, :1] * signs, "v": x["v"][:, :1] * signs}, gates
+
+
+def _zero_keys(x: Arrays, gates: Arrays, largest: float) -> tuple[Arrays, Arrays]:
+    return {**x, "k": x["k"] * (np.arange(x["k"].shape[1]) % 2)[None, :, None, None]}, gates
+
+
+def _one_token(x: Arrays, gates: Arrays, largest: float) -> tuple[Arrays, Arrays]:
+    return {name: array[:, :1] for name, array in x.items()}, {name: gate[:, :1] for name, gate in gates.items()}
+
+
+def _forgets_all(x: Arrays, gates: Arrays, largest: float) -> tuple[Arrays, Arrays]:
+    """Retention and momentum at their lower end."""
+    low = {name: 0 * gate if name in ("retention", "momentum_decay") else gate for name, gate in gates.items()}
+    return x, low
+
+
+def _forgets_nothing(x: Arrays, gates: Arrays, largest: float) -> tuple[Arrays, Arrays]:
+    """Retention at its upper end, and a momentum that decays very slowly."""
+    ends = {"retention": 1.0, "momentum_decay": 1.0 - 2.0**-20}
+    return x, {name: np.full_like(gate, ends[name]) if name in ends else gate for name, gate in gates.items()}
+
+
+HARD: dict[str, Callable[[Arrays, Arrays, float], tuple[Arrays, Arrays]]] = {
+    "zeros": _zeros, "huge values": _huge_values, "tiny": _tiny, "equal keys": _equal_keys, "alternating signs": _alternating,
+    "zero keys": _zero_keys, "one token": _one_token, "forgets all": _forgets_all, "forgets nothing": _forgets_nothing,
+}  # fmt: skip
