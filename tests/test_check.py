@@ -17,6 +17,10 @@ NAN = float("nan")
         (lambda: check.integer("f", "n", True, 0), "f: n must be an integer ≥ 0, got True."),
         (lambda: check.integer("f", "n", 2.0, optional=True), "f: n must be an integer ≥ 1 or None, got 2.0."),
         (lambda: check.integer("f", "n", np.int64(2)), f"f: n must be an integer ≥ 1, got {np.int64(2)!r}."),
+        (
+            lambda: check.integer("f", "n", 2**63, optional=True),
+            "f: n must be an integer ≥ 1 and below 2^63 or None, got 9223372036854775808.",
+        ),
         (lambda: check.number("f", "x", 0, above=0), "f: x must be a number > 0, got 0."),
         (lambda: check.number("f", "x", NAN, least=2), "f: x must be a number ≥ 2, got nan."),
         (lambda: check.number("f", "x", 1.0, above=0, below=1), "f: x must be a number in (0, 1), got 1.0."),

@@ -1,5 +1,6 @@
 """Sampling: seeds, streams, filters, and the cache against the parallel model."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from atlasjax.generate import SamplingConfig, filtered_logits, generate, read, sample, stream
+from atlasjax.generate import SamplingConfig, filtered_logits, generate, read, room, sample, stream
 from atlasjax.generate.context import prefill
 from atlasjax.nn import LanguageModel, MemoryConfig, ModelConfig
 
@@ -145,6 +146,30 @@ def test_refused_tokens(token):
         generate(model(), [[1, 2], [token]], 1)
     with pytest.raises(ValueError, match=f"prompt has the token {token}"):
         read(model(), [[token, 1]])
+
+
+@pytest.mark.parametrize("value", [10**20, 10**400, 2.5, True])
+@pytest.mark.parametrize("name", ["num_tokens", "num_samples"])
+def test_refused_amounts(name, value):
+    with pytest.raises(ValueError, match=f"^{name} is .*; it should be ") as error:
+        generate(model(), PROMPT, **{"num_tokens": 2, name: value})
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_what_does_not_fit_in_memory_is_refused_before_it_is_made(monkeypatch):
+    """A state of constant size: the number of texts decides. One that keeps every token: the number of tokens too."""
+    text = sum(x.nbytes for x in jax.tree.leaves(read(model(), PROMPT[:1]).cache))
+    monkeypatch.setattr(room, "available_bytes", lambda: 100 * text)
+    with pytest.raises(ValueError, match=r"^num_samples is 50, for which .* it should be at most 4\d, with "):
+        generate(model(), PROMPT, 2, num_samples=50)
+    with pytest.raises(ValueError, match=r"^the number of prompts is 2, for which"):
+        read(model(), PROMPT, max_length=10**7)
+    keeps = LanguageModel(dataclasses.replace(CONFIG, mixer="attention"), rngs=nnx.Rngs(0))
+    per_token = 2 * 2 * 2 * 8 * 4  # layers · (key and value) · heads · channels · bytes
+    monkeypatch.setattr(room, "available_bytes", lambda: 1000 * 2 * per_token)
+    with pytest.raises(ValueError, match=r"^num_tokens is 5000, for which .* it should be at most 9\d\d, with"):
+        generate(keeps, PROMPT, 5000)
+    assert generate(keeps, PROMPT, 3).shape == (2, 3)
 
 
 @pytest.mark.parametrize(("num_tokens", "block"), [(0, 1), (1, 0)])

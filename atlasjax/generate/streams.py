@@ -74,7 +74,7 @@ def stream(
     counts = {"num_tokens": num_tokens, "block": block, "vocab_size": vocab_size, "num_samples": num_samples}
     for name, value in counts.items():
         inside = (value is None and name == "vocab_size") or check.is_integer(value, 1, kinds=numbers.Integral)
-        check.require(inside, name, value, "an integer, at least 1")
+        check.require(inside, name, value, "at least 1, and an integer")
     check.require(check.is_integer(seed, 0) and seed < 2**32, "seed", seed, "in [0, 2^32)")
     if context is not None and prompts is not None:
         context = context.for_batch(len(prompts))

@@ -100,6 +100,7 @@ def _serving(model: LanguageModel, folder: pathlib.Path) -> Iterator[int]:
     from atlasjax.serve import app, server
 
     batcher = Batcher(model, ByteTokenizer(), BatchConfig(slots=2, queue=8, pieces=(16,)))
+    batcher.warm_up()  # no request waits for a compilation
     memories = Memories(ContextFiles(model), folder)
     limits = Limits(max_tokens=16, seconds=30, body_bytes=20_000)
     hosts = frozenset({"127.0.0.1"})
