@@ -28,7 +28,7 @@ from atlasjax.evaluate.scoring import Scorer
 from atlasjax.generate import SamplingConfig, generate, read
 from atlasjax.mixers.elastic import banks
 from atlasjax.nn import ModelConfig
-from atlasjax.serve import BatchConfig, batching, server
+from atlasjax.serve import BatchConfig, batching
 from atlasjax.train import TrainConfig, load_run
 from atlasjax.train import setup as setup_lib
 from atlasjax.train.errors import user_errors
@@ -148,7 +148,7 @@ _COMMANDS: dict[str, tuple[type, list[str], Callable[[], list[Any]]]] = {
     "serve": (
         serve.ServeCommand,
         ["serve", *_RUN, "--port", "0"],
-        lambda: [small.left_out(server.Server, "run"), small.left_out(batching.Batcher, "warm_up")],
+        small.not_served,
     ),
     "prepare": (
         prepare.PrepareCommand,

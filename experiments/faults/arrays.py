@@ -49,7 +49,7 @@ KINDS: dict[str, Callable[[np.ndarray], Any]] = {
     "a view of bytes": lambda x: memoryview(np.ascontiguousarray(x)),
     "no rows": lambda x: x[:0],
     "a number": lambda x: x.reshape(-1)[0],
-    "unsigned": lambda x: np.abs(x).astype(np.uint64),
+    "unsigned": lambda x: x.astype(np.uint64) if x.dtype.kind == "i" else x,
     "float64": lambda x: x.astype(np.float64),
     "longdouble": lambda x: x.astype(np.longdouble),
     "a generator": lambda x: (row for row in x),
@@ -80,11 +80,16 @@ def _given(
 ) -> str:  # fmt: skip
     bad = make(good[argument])
     words = (argument, argument.partition("_")[0], function.partition(" ")[0])
-    alike = lambda found: len(found) == len(plain()) and all(map(np.array_equal, found, plain()))
+    alike = lambda found: len(found) == len(plain()) and all(map(_close, found, plain()))
     values_are_meant = type(bad) is not np.ma.MaskedArray or not bad.mask.any()
     return small.refused(
         lambda: _result(call, {**good, argument: bad}), words, right=lambda found: values_are_meant and alike(found)
     )
+
+
+def _close(one: np.ndarray, other: np.ndarray) -> bool:
+    """Equal up to rounding: some kinds have more digits."""
+    return one.shape == other.shape and bool(np.allclose(one, other, rtol=1e-5, atol=1e-6))
 
 
 def _functions(seed: int) -> dict[str, tuple[Callable[..., Any], dict[str, np.ndarray]]]:

@@ -183,11 +183,7 @@ def _swapped(folder: pathlib.Path, swap: Callable[[pathlib.Path], None], line: t
     copy = damage.copied(folder / "run", folder / "copy")
     damage.gone(folder / "copy-new")
     swap(copy / "tokenizer")
-    patches = []
-    if line[0] == "serve":
-        from atlasjax.serve import batching, server
-
-        patches = [small.left_out(server.Server, "run"), small.left_out(batching.Batcher, "warm_up")]
+    patches = small.not_served() if line[0] == "serve" else []
     return small.asked([word.format(copy) for word in line], ("tokenizer",), patches, right=lambda _: False)
 
 

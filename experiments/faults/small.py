@@ -102,6 +102,13 @@ def nothing(*_: Any, **__: Any) -> None:
     """In place of what a case leaves out."""
 
 
+def not_served() -> list[Any]:
+    """Patches of `atlasjax serve`: it ends where it would begin to listen for requests."""
+    from atlasjax.serve import batching, server
+
+    return [left_out(server.Server, "run"), left_out(batching.Batcher, "warm_up")]
+
+
 def left_out(target: Any, name: str, by: Callable[..., Any] = nothing) -> Any:
     """A patch that leaves out the work of a command after its checks."""
     return mock.patch.object(target, name, by)
