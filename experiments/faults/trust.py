@@ -65,6 +65,8 @@ def cases(seed: int, most: int | None = None) -> Iterator[Case]:
 
 def _read_by(folder: pathlib.Path, field: tuple[str, ...], name: str, line: tuple[str, ...]) -> str:
     copy = damage.copied(folder / "run", folder / "copy")
+    for name in ("new", "exported"):
+        damage.gone(folder / name)
     signed.change_config(copy, signed.with_field(field, name))
     patches = small.not_served() if line[0] == "serve" else []
     return _unmarked(folder, functools.partial(small.asked, line, (_MODULE,), patches))
