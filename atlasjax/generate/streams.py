@@ -83,7 +83,7 @@ def stream(
     max_length = int(lengths.max()) + num_tokens
     model.check_length(max_length, "prompt and num_tokens")
     texts, tokens = ("num_samples", num_samples), ("num_tokens", num_tokens)
-    check_room(model, texts, tokens, before=int(lengths.max()), rows=len(lengths))
+    check_room(model, texts, tokens, before=int(lengths.max()), rows=len(lengths), kept=block >= num_tokens)
 
     return _blocks(
         model, prompts, num_tokens, config, jax.random.key(seed), block, vocab_size, context, num_samples, max_length
