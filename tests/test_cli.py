@@ -308,7 +308,7 @@ def test_nothing_is_announced_before_the_request_is_known_to_be_sound(tmp_path, 
         ),
         (
             ["generate", "--top-k", "1" + "0" * 400],
-            "--top-k is an integer of more than 300 digits; it should be an integer of",
+            "top_k is an integer of more than 300 digits; it should be an integer, at least 1",
         ),
         (["evaluate", "--stream", "--piece", str(10**400)], "--piece is an integer of more than 300 digits"),
         (["serve", "--slots", str(10**21)], "slots is 1000000000000000000000; it should be"),

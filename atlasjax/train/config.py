@@ -171,13 +171,14 @@ class TrainConfig:
     compilation_cache: bool | None = None
 
     def __post_init__(self) -> None:
+        few = not isinstance(self.steps, int) or self.steps < _MOST_STEPS
+        check.require(few, "steps", self.steps, "below 2^31")
         for name, least in (
             ("steps", 1), ("accumulation", 1), ("eval_every", 0), ("checkpoint_every", 0), ("keep", 2), ("log_every", 1),
         ):  # fmt: skip
             value = getattr(self, name)
             what = f"at least {least}" if check.is_integer(value) else f"an integer of at least {least}"
             check.require(check.is_integer(value, least), name, value, what)
-        check.require(self.steps < _MOST_STEPS, "steps", self.steps, "below 2^31")
         check.require(check.is_integer(self.seed, 0) and self.seed < 2**32, "seed", self.seed, "in [0, 2^32)")
         inside = self.eval_batches is None or check.is_integer(self.eval_batches, 1)
         check.require(inside, "eval_batches", self.eval_batches, "at least 1, or None for all")
