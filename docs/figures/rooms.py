@@ -3,7 +3,7 @@
     python docs/figures/rooms.py        # writes rooms.svg beside this file
 
 An arrow points to what is imported. Imports that follow from others are left out: where A imports B and B imports C, no arrow goes
-from A to C. So are the eight small modules that anything may import.
+from A to C. So are the nine small modules that anything may import.
 """
 
 import ast
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 PACKAGES = ("atlasjax", "pallas_kernels")
-FOUNDATION = {"json_text", "trusted", "names", "check", "mesh_axes", "config_json", "flops", "cache"}
+FOUNDATION = {"json_text", "trusted", "names", "check", "mesh_axes", "config_json", "flops", "cache", "machine"}
 # Room → (column, row) of its box; rows from the bottom.
 PLACES = {
     "cli": (3.5, 8),
