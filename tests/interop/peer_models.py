@@ -6,6 +6,7 @@ each is taken. It does not run the kernels that work in chunks, so sequences hav
 needs seconds for each.
 """
 
+import inspect
 import os
 import pathlib
 import sys
@@ -121,7 +122,7 @@ MODELS = {
     "olmo_hybrid": (
         "transformers", "OlmoHybrid",
         {"hidden_size": 64, "num_hidden_layers": 4, "vocab_size": 300, "intermediate_size": 48, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "pad_token_id": 0},
+         "num_key_value_heads": 2, "pad_token_id": 0, "eos_token_id": 1},
         2, 131, 16,
     ),
     "olmo_hybrid, rotated, other heads": (
@@ -170,6 +171,7 @@ def make(folder: pathlib.Path, name: str) -> None:
             model.save_pretrained(folder / name, max_shard_size="60KB" if batch == 2 else "1GB")
         logits = model(tokens, use_cache=False).logits
         decoded, greedy = decode(model, tokens, more)
+        check(decoded, logits)
         half = model.to(torch.bfloat16)(tokens, use_cache=False).logits.float()
     np.savez(
         folder / name / "reference.npz", tokens=tokens, logits=logits, decoded=decoded, greedy=greedy, bfloat16=half
@@ -202,16 +204,33 @@ def decode(model, tokens, more):
     first = (tokens.shape[1] + 1) // 2
     out = model(tokens[:, :first], use_cache=True)
     pieces, greedy = [out.logits], []
-    cached = "cache_params" if "cache_params" in out else "past_key_values"
     following = [tokens[:, t : t + 1] for t in range(first, tokens.shape[1])]
     for t in range(len(following) + more):
         if t >= len(following):
             greedy.append(out.logits[:, -1:].argmax(-1))
         token = greedy[-1] if greedy else following[t]
-        out = model(token, use_cache=True, **{cached: out[cached]})
+        out = model(token, use_cache=True, **cache_of(model, out))
         if not greedy:
             pieces.append(out.logits)
     return torch.cat(pieces, 1), torch.cat(greedy, 1)
+
+
+def cache_of(model, out) -> dict:
+    """The cache of an output under the name that the model's call has for it.
+
+    An output may answer to more names than that, and a call ignores the names that it does not know, so that the model would go on
+    without a past.
+    """
+    known = inspect.signature(model.forward).parameters
+    name = next(name for name in ("cache", "past_key_values", "cache_params") if name in known)
+    assert getattr(out, name) is not None
+    return {name: getattr(out, name)}
+
+
+def check(decoded, logits) -> None:
+    """A peer whose decoding is not its own pass over the whole sequence is no reference."""
+    difference = (decoded - logits).abs().max() / logits.abs().max()
+    assert difference < 3e-5, f"the peer's decoding differs by {difference:.1e} from its own whole pass"
 
 
 def replace_flash_attention() -> None:
