@@ -129,7 +129,7 @@ MODELS = {
         "transformers", "OlmoHybrid",
         {"hidden_size": 36, "num_hidden_layers": 3, "vocab_size": 257, "intermediate_size": 40, "num_attention_heads": 3,
          "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 6,
-         "linear_allow_neg_eigval": False, "attention_bias": True, "rms_norm_eps": 0.001, "pad_token_id": 0,
+         "linear_allow_neg_eigval": False, "attention_bias": True, "rms_norm_eps": 0.001, "pad_token_id": 0, "eos_token_id": 1,
          "layer_types": ["full_attention", "linear_attention", "full_attention"],
          "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}},
         3, 7, 16,
@@ -150,7 +150,10 @@ MODELS = {
 
 
 def make(folder: pathlib.Path, name: str) -> None:
-    """Writes FOLDER/NAME with the model, and reference.npz: tokens, logits of one pass, of decoding, in bfloat16; greedy tokens."""
+    """Writes FOLDER/NAME with the model, and reference.npz: tokens, logits of one pass, of decoding, in bfloat16; greedy tokens.
+
+    `documents` are the logits of two calls, for the tokens before `cut` and for those from there on.
+    """
     import importlib
 
     import torch
@@ -172,10 +175,11 @@ def make(folder: pathlib.Path, name: str) -> None:
         logits = model(tokens, use_cache=False).logits
         decoded, greedy = decode(model, tokens, more)
         check(decoded, logits)
+        cut = 2 * length // 5
+        documents = torch.cat([model(part, use_cache=False).logits for part in tokens.split([cut, length - cut], 1)], 1)
         half = model.to(torch.bfloat16)(tokens, use_cache=False).logits.float()
-    np.savez(
-        folder / name / "reference.npz", tokens=tokens, logits=logits, decoded=decoded, greedy=greedy, bfloat16=half
-    )
+    arrays = {"tokens": tokens, "logits": logits, "decoded": decoded, "greedy": greedy, "bfloat16": half}
+    np.savez(folder / name / "reference.npz", **arrays, documents=documents, cut=cut)
 
 
 def save_olmo(model, folder: pathlib.Path) -> None:
