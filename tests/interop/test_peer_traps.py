@@ -1,5 +1,8 @@
 """Where peers go another way than a port would expect (docs/peers.md), and no other test holds what is so here."""
 
+import pathlib
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +14,20 @@ from atlasjax.storage import tensors
 from pallas_kernels import newton_schulz
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
+
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def test_what_the_page_names_is_there():
+    """Every test of its last column, and every script."""
+    page = (ROOT / "docs/peers.md").read_text()
+    named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", page)
+    assert len(named) > 20
+    missing = [(file, name) for file, name in named if f"def {name}" not in (ROOT / file).read_text() and name]
+    assert not missing
+    scripts = set(re.findall(r"`findings/(\w+\.sh)`", page))
+    assert scripts == {path.name for path in (ROOT / "findings").glob("*.sh")}
 
 
 @pytest.mark.parametrize("shape", [(32, 32), (24, 64)])
