@@ -214,9 +214,7 @@ def _merge_less(place: pathlib.Path) -> None:
 def _shards(folder: pathlib.Path, rng: random.Random) -> Iterator[Case]:
     text = folder / "corpus.jsonl"
     text.write_text("".join(json.dumps({"text": small.TEXT[: 20 + n % 50]}) + "\n" for n in range(400)))
-    data = DataConfig(
-        source="jsonl", paths=(str(text),), packing="documents", sequence_length=16, batch_size=4, max_segments=4
-    )
+    data = DataConfig(source="jsonl", paths=(str(text),), packing="documents")
     with contextlib.redirect_stdout(io.StringIO()):
         prepare(data, str(folder / "prepared"), workers=1, shard_tokens=4000)
     files = sorted(path.relative_to(folder / "prepared") for path in (folder / "prepared").rglob("*") if path.is_file())

@@ -45,11 +45,11 @@ def change_config(run_dir: pathlib.Path, change: Change) -> None:
 
 
 def with_field(path: tuple[str, ...], value: Any) -> Change:
-    """A change that gives the field at a path another value; one that is not there is added."""
+    """A change that gives the field at a path another value; what is not there is added."""
     name, *rest = path
 
     def change(whole: Any) -> Any:
-        return {**whole, name: with_field(tuple(rest), value)(whole.get(name, {})) if rest else value}
+        return {**whole, name: with_field(tuple(rest), value)(whole.get(name) or {}) if rest else value}
 
     return change
 

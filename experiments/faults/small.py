@@ -103,12 +103,13 @@ def nothing(*_: Any, **__: Any) -> None:
 
 
 def not_served() -> list[Any]:
-    """Patches of `atlasjax serve`: it ends where it would begin to listen for requests."""
-    from atlasjax.serve import batching, server
+    """Patches of `atlasjax serve`: it ends where it would begin to answer requests, and does not say that it loads for long."""
+    from atlasjax.serve import batching, loading, server
 
-    return [left_out(server.Server, "run"), left_out(batching.Batcher, "warm_up")]
+    patient = left_out(loading, "_QUIET_SECONDS", 3600.0)
+    return [left_out(server.Server, "run"), left_out(batching.Batcher, "warm_up"), patient]
 
 
-def left_out(target: Any, name: str, by: Callable[..., Any] = nothing) -> Any:
+def left_out(target: Any, name: str, by: Any = nothing) -> Any:
     """A patch that leaves out the work of a command after its checks."""
     return mock.patch.object(target, name, by)

@@ -28,7 +28,7 @@ _COMMANDS = {
     "generate": ("generate", "--run-dir", "copy", "--max-tokens", "2", "--prompt", "a"),
     "evaluate": ("evaluate", "--run-dir", "copy", "--max-batches", "1"),
     "serve": ("serve", "--run-dir", "copy", "--port", "0"),
-    "export": ("export", "copy", "exported"),
+    "export": ("export", "exported", "--run-dir", "copy"),
     "train": ("train", "--run-dir", "copy", "--steps", "2"),
     "train --init-from": ("train", "--run-dir", "new", "--init-from", "copy", "--steps", "2"),
 }
@@ -65,8 +65,8 @@ def cases(seed: int, most: int | None = None) -> Iterator[Case]:
 
 def _read_by(folder: pathlib.Path, field: tuple[str, ...], name: str, line: tuple[str, ...]) -> str:
     copy = damage.copied(folder / "run", folder / "copy")
-    for name in ("new", "exported"):
-        damage.gone(folder / name)
+    for made in ("new", "exported"):
+        damage.gone(folder / made)
     signed.change_config(copy, signed.with_field(field, name))
     patches = small.not_served() if line[0] == "serve" else []
     return _unmarked(folder, functools.partial(small.asked, line, (_MODULE,), patches))
