@@ -1,5 +1,6 @@
 """Byte-level byte-pair encoding, trained here or loaded (`tokenizers`)."""
 
+import itertools
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -22,11 +23,14 @@ from atlasjax.data.tokenizer_base import (
 _MAX_IDS = 16  # times the number of tokens bounds the ids: vocabulary tables have a row per id
 _MOST_TOKENS = 2**20  # memory for all of them is allocated before the first merge
 _BYTES = 256
+_IN_NO_TEXT = {
+    chr(byte) for byte in (0xC0, 0xC1, *range(0xF5, 0x100))
+}  # bytes that UTF-8 never has, as byte-level characters
 
 
 class BpeTokenizer(WithControl):
     """Byte-level byte-pair encoding (`tokenizers`). Any text can be encoded, and decoding restores it as far as the normalizer of
-    the file leaves it as it is.
+    the file, and added tokens that take the white space beside them, leave it as it is.
 
     Special tokens of the file are control tokens, unless plain text gives them too.
 
@@ -78,8 +82,16 @@ class BpeTokenizer(WithControl):
         plain = {i: token for i, token in added.items() if i not in self._no_text}
         for i in added:
             self.bytes_per_token[i] = len(plain[i].content.encode()) if i in plain else 0
+        learned = parsed["model"]["vocab"]
+        self._words = {i: token.content for i, token in added.items() if _reads_as_bytes(token.content)}
+        for i, word in self._words.items():
+            if word in learned:
+                raise ValueError(
+                    f"The tokenizer {name!r} has the added token {word!r:.80} with the id {i} of other bytes, which cannot be "
+                    "told apart; delete it from added_tokens."
+                )
         strips = any(token.lstrip or token.rstrip for token in plain.values())
-        self.is_exact = not strips and _keeps_bytes(parsed, vocabulary)
+        self.is_exact = not strips and _keeps_bytes(parsed, learned)
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "BpeTokenizer":
@@ -122,7 +134,11 @@ class BpeTokenizer(WithControl):
 
     def decode(self, ids: Iterable[int], /) -> str:
         texts = [i for i in checked_ids(ids, self.vocab_size) if i not in self._no_text]
-        return self._tokenizer.decode(texts, skip_special_tokens=False)
+        runs = itertools.groupby(texts, self._words.get)
+        return "".join(
+            word * sum(1 for _ in run) if word else self._tokenizer.decode(list(run), skip_special_tokens=False)
+            for word, run in runs
+        )
 
     def save(self, directory: str | os.PathLike[str] | storage.StorePath, /) -> None:
         write_tokenizer(directory, "bpe", self.FILE, self._tokenizer.to_str().encode())
@@ -164,7 +180,7 @@ def _keeps_bytes(definition: Mapping[str, Any], vocabulary: Mapping[str, int]) -
 
     Args:
       definition: a parsed `tokenizers` JSON file.
-      vocabulary: its tokens.
+      vocabulary: the tokens of its model, without added ones.
 
     Returns:
       True if nothing normalizes the text, adds to it or removes from it, and every byte has a token.
@@ -179,4 +195,11 @@ def _keeps_bytes(definition: Mapping[str, Any], vocabulary: Mapping[str, int]) -
         return False
     known = {"ByteLevel", "Split", "Digits", "Punctuation"}
     kinds = {stage["type"] for stage in stages}
-    return "ByteLevel" in kinds and kinds <= known and all(byte in vocabulary for byte in ByteLevel.alphabet())
+    return "ByteLevel" in kinds and kinds <= known and set(ByteLevel.alphabet()) - _IN_NO_TEXT <= vocabulary.keys()
+
+
+def _reads_as_bytes(word: str) -> bool:
+    """Whether the decoder takes the text of an added token for byte-level characters, and so makes other text of it."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    return not word.isascii() and set(word) <= set(ByteLevel.alphabet())

@@ -1,6 +1,6 @@
 """Texts that look like something else: control tokens and special words, odd characters, spaces of every kind; with tokenizers of
 every kind, generated too. The bytes of the tokens sum to the bytes of the text, no control token comes from a text, and decoding
-gives the text back (of SentencePiece: the normalized one)."""
+gives the text back (where a tokenizer changes white space, all but that; of SentencePiece, where it has every character)."""
 
 import functools
 import io
@@ -9,6 +9,8 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 from atlasjax.data.tokenizers import BpeTokenizer, ByteTokenizer, SentencePieceTokenizer, Tokenizer
 from experiments.faults import small
 from experiments.faults.run import Case, WrongError
@@ -16,8 +18,10 @@ from experiments.faults.run import Case, WrongError
 _SPECIAL = ("<|endoftext|>", "<s>", "</s>", "<unk>", "<pad>", "<|im_start|>", "[INST]", "<0x41>")
 _PARTS = (
     *_SPECIAL, "<|endof", "text|>", "a", "the memory ", " learns", "  ", "\n", "\t", "\r\n", " ", "\u00a0", "\u2028", "\u3000", "▁",
-    "é", "e\u0301",     "ﬁ", "İ", "中文", "🧠", "👩‍🚀", "\u200b", "\ufeff", "\0", "٣", "½", "Ａ", "0" * 30, "x" * 50, "",
+    "é", "e\u0301", "ﬁ", "İ", "中文", "🧠", "👩‍🚀", "\u200b", "\ufeff", "\0", "٣", "½", "Ａ", "õx", "ÿÿ", "龍",
+    "0" * 30, "x" * 50, "",
 )  # fmt: skip
+_BYTES = ("é", "Ġ", "ÿ", "¡")  # words that are the byte-level characters of single bytes
 _TEXTS = 60  # of each tokenizer
 
 
@@ -30,23 +34,29 @@ def cases(seed: int, most: int | None = None) -> Iterator[Case]:
     every = [(name, text) for name in _TOKENIZERS for text in texts]
     for name, text in every if most is None else rng.sample(every, most):
         yield f"{name}: {text[:40]!r}", functools.partial(_summed, name, text)
+    for word in _BYTES:
+        made = functools.partial(_bpe, words=(word,))
+        yield f"bpe with the word {word!r}", functools.partial(small.refused, made, ("added_tokens",))
 
 
 def _summed(name: str, text: str) -> str:
     tokenizer = _tokenizer(name)
-    tokens = tokenizer.encode(text)
-    total, exact = int(tokenizer.bytes_per_token[tokens].sum()), not name.startswith("sentencepiece")
-    meant = text if exact else tokenizer.decode(tokens)  # what a normalizer leaves
-    if exact and total != len(text.encode()):
+    tokens, sizes = tokenizer.encode_sized(text)
+    if not np.array_equal(tokens, tokenizer.encode(text)):
+        raise WrongError("the tokens depend on whether they are counted")
+    total = int(sizes.sum())
+    if len(tokens) and total != len(text.encode()):
         raise WrongError(f"{total} bytes are counted, {len(text.encode())} are there")
-    if exact and tokenizer.decode(tokens) != text:
-        return "wrong"
-    if (
-        not exact and _is_plain(text) and total not in (len(meant.encode()), len(meant.encode()) + 1)
-    ):  # and the space before
-        raise WrongError(f"{total} bytes are counted, {len(meant.encode())} are decoded")
-    control = {i for i in range(tokenizer.vocab_size) if tokenizer.bytes_per_token[i] == 0}
-    return "right" if not control & set(map(int, tokens)) else "wrong"
+    if tokenizer.is_exact and not np.array_equal(tokenizer.bytes_per_token[tokens], sizes):
+        raise WrongError("the bytes of a token are not those of its id")
+    decoded = tokenizer.decode(tokens)
+    if tokenizer.is_exact and decoded != text:
+        raise WrongError(f"decoded as {decoded!r}")
+    if (name.startswith("bpe") or _is_plain(text)) and "".join(decoded.split()) != "".join(text.split()):
+        raise WrongError(f"decoded as {decoded!r}")
+    control = {token.id for token in tokenizer.control_tokens.values()}
+    control |= set(np.flatnonzero(tokenizer.bytes_per_token == 0).tolist())
+    return "right" if not control & set(tokens.tolist()) else "wrong"
 
 
 def _is_plain(text: str) -> bool:
@@ -90,7 +100,7 @@ _TOKENIZERS = {
     "byte": ByteTokenizer,
     "bpe": _bpe,
     "bpe with control tokens": functools.partial(_bpe, special=True, words=_SPECIAL),
-    "bpe with added words": functools.partial(_bpe, words=("memory", "  ", "é", "▁")),
+    "bpe with added words": functools.partial(_bpe, words=("memory", "  ", "õx", "ÿÿ", "▁")),
     "bpe with words that strip": functools.partial(_bpe, words=("memory", "<s>"), strip=True),
     "bpe with control tokens that strip": functools.partial(_bpe, special=True, words=_SPECIAL, strip=True),
     "sentencepiece": _sentencepiece,

@@ -135,6 +135,33 @@ def test_a_special_token_that_plain_text_gives_is_text():
     assert tokenizer.bytes_per_token[ids].sum() == len(word) + 7
 
 
+def test_an_added_word_of_characters_that_stand_for_bytes():
+    """The decoder takes such a word for bytes: DeepSeek's files add "õ" and others, whose bytes no text has."""
+    parsed = json.loads(json.dumps(learned()))
+    last = max(parsed["model"]["vocab"].values())
+    parsed["model"]["vocab"].pop("õ")
+    words = ["õ", "éx", "日"]
+    parsed["added_tokens"] = [
+        {"id": last + 1 + i, "content": word, "special": False} | ADDED["plain"] for i, word in enumerate(words)
+    ]
+    tokenizer = BpeTokenizer(json.dumps(parsed))
+    assert tokenizer.is_exact
+    text = "aõõ éx é 日本 龍õ"
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.bytes_per_token[ids].sum() == len(text.encode())
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("word", ["é", "Ġ"])
+def test_an_added_word_with_the_id_of_a_byte(word, special):
+    """ "é" is the character of the byte 0xE9: one id would be this text, and a third of 龍."""
+    last = max(learned()["model"]["vocab"].values())
+    added = {"id": last + 1, "content": word, "special": special} | ADDED["plain"]
+    with pytest.raises(ValueError, match=f"has the added token '{word}' with the id .*delete it from added_tokens"):
+        BpeTokenizer(json.dumps(learned() | {"added_tokens": [added]}))
+
+
 @pytest.mark.parametrize("size", [4, 9])
 def test_pieces_have_the_bytes_of_the_whole(monkeypatch, size):
     monkeypatch.setattr("atlasjax.data.pieces.PIECE", size)
