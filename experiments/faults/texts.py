@@ -22,7 +22,7 @@ _PARTS = (
     "0" * 30, "x" * 50, "",
 )  # fmt: skip
 _BYTES = ("é", "Ġ", "ÿ", "¡")  # words that are the byte-level characters of single bytes
-_TEXTS = 60  # of each tokenizer
+_TEXTS = 200  # of each tokenizer
 
 
 def cases(seed: int, most: int | None = None) -> Iterator[Case]:
