@@ -38,7 +38,7 @@ _FIELDS = (
 )  # fmt: skip
 _VALUES = (
     "1" + "0" * 20, "1" + "0" * 400, "1e400", "-1e400", "NaN", "Infinity", "-0.0", "-1", "0.5", '"5"', '""', "true", "null", "[]",
-    "{}",     "[[[[]]]]", '"\\ud800"', '"../x"', '["a", 3]', "[1e400]",
+    "{}", "[[[[]]]]", '"\\ud800"', '"../x"', '["a", 3]', "[1e400]",
 )  # fmt: skip
 _BODIES: dict[str, bytes] = {
     "nothing": b"", "no JSON": b"{", "a list": b"[]", "a number": b"1" + b"0" * 5000, "deep": b"[" * 2000 + b"]" * 2000,
@@ -166,10 +166,8 @@ def _started(port: int, start: bytes) -> str:
 
 
 def _template(source: str) -> str:
-    chat = TemplateChat(source, {"bos_token": "<s>"})
-    return small.refused(
-        lambda: chat.text([Message("user", "a")]), ("template",), right=lambda text: isinstance(text, str)
-    )
+    said = lambda: TemplateChat(source, {"bos_token": "<s>"}).text([Message("user", "a")])
+    return small.refused(said, ("template",), right=lambda text: isinstance(text, str))
 
 
 _ODD: dict[str, Callable[[pathlib.Path], object]] = {
