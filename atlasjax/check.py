@@ -123,8 +123,8 @@ def instance(owner: str, name: str, value: object, kind: type, *, optional: bool
 def plain_array(owner: str, name: str, value: object) -> None:
     """Raise TypeError if `value` is a NumPy array that would silently be read as another one; so too in lists and dicts.
 
-    That is a masked array, whose mask NumPy and JAX ignore when they convert it, and an array of another byte order. Everything
-    else passes, for other checks to refuse.
+    That is a masked array, whose mask NumPy and JAX ignore when they convert it, an array of another byte order, and one of times:
+    NumPy counts durations among the integers. Everything else passes, for other checks to refuse.
     """
     import numpy as np  # here, for callers without arrays
 
@@ -140,6 +140,8 @@ def plain_array(owner: str, name: str, value: object) -> None:
             f"{owner}: {name} must be an ordinary array, got a masked one, whose mask would be ignored; give it filled, or without "
             "what is masked."
         )
+    elif isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "mM":
+        raise TypeError(f"{owner}: {name} must be an array of numbers, got times ({value.dtype.name}).")
     elif isinstance(value, np.ndarray | np.generic) and not value.dtype.isnative:
         native = value.dtype.newbyteorder("=").name
         raise TypeError(

@@ -1,7 +1,7 @@
 """Every public function of the cores refuses an argument that is no array of its shape and dtype, wherever it lies in a pytree.
 
-So too arrays that NumPy or JAX would silently read as others: masked ones, and those of another byte order. The refusal is one line
-that names the argument, before anything is computed.
+So too arrays that NumPy or JAX would silently read as others: masked ones, those of another byte order, and times. The refusal is
+one line that names the argument, before anything is computed.
 """
 
 import jax
@@ -139,6 +139,7 @@ GROUPS = {
 SILENT = {
     "masked": lambda x: np.ma.MaskedArray(np.asarray(x), mask=np.zeros(x.shape, bool)),
     "big-endian": lambda x: np.asarray(x).astype(np.asarray(x).dtype.newbyteorder(">")),
+    "durations": lambda x: np.asarray(x).astype(int).astype("timedelta64[s]"),
 }
 WRONG = {
     "missing": lambda x: None,
@@ -252,6 +253,7 @@ def test_a_model_and_what_reads_text_with_it(model, kind):
     says = {
         "masked": "must be an ordinary array, got a masked one",
         "big-endian": "must be an array in this machine's byte order",
+        "durations": "must be an array of numbers, got times (timedelta64[s])",
     }[kind]
     for argument, call in model_calls(model, SILENT[kind]):
         said = refusal(lambda call=call: call(), {}, {})

@@ -128,12 +128,14 @@ class Batcher:
           on_event: called by `step` with each `Piece` of text, and at last with `Done` or `Failed`. It should return quickly.
 
         Raises:
+          TypeError: the tokens are an array that would be read as another one.
           ValueError: the request has nothing to read, a number is out of range, a token is not in the vocabulary, or the text would
             be too long.
           QueueFullError: too many requests are waiting.
           ClosedError: the batcher has stopped.
         """
         prompt, context = np.asarray(request.tokens), request.context
+        check.plain_array("Request", "tokens", request.tokens)
         check.integer("Request", "max_tokens", request.max_tokens, 0)
         check.require(
             check.is_integer(request.seed, 0) and request.seed < 2**32, "seed", request.seed, "an integer in [0, 2^32)"

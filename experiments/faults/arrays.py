@@ -80,7 +80,9 @@ def _given(
 ) -> str:  # fmt: skip
     bad = make(good[argument])
     words = (argument, argument.partition("_")[0], function.partition(" ")[0])
-    alike = lambda found: len(found) == len(plain()) and all(map(_close, found, plain()))
+    read_by_rows = (function, argument) == ("gam.associative_read", "x")
+    expected = lambda: [y[:0] for y in plain()] if read_by_rows and np.shape(bad)[:1] == (0,) else plain()
+    alike = lambda found: len(found) == len(expected()) and all(map(_close, found, expected()))
     values_are_meant = type(bad) is not np.ma.MaskedArray or not bad.mask.any()
     return small.refused(
         lambda: _result(call, {**good, argument: bad}), words, right=lambda found: values_are_meant and alike(found)
