@@ -60,6 +60,14 @@ class Factors(NamedTuple):
     inputs: jax.Array
 
 
+def product_dtype(dtype: jnp.dtype) -> jnp.dtype:
+    """The dtype of what products multiply, where tokens are in `dtype`: theirs, but float32 for float16.
+
+    Memories and inner gradients are larger than tokens and outputs: they may exceed the maximum of float16, 65504.
+    """
+    return jnp.dtype(jnp.float32 if jnp.dtype(dtype) == jnp.float16 else dtype)
+
+
 def dot(a: jax.Array, b: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """a @ b with inputs in the compute dtype; accumulation and result are at least float32."""
     wide = wide_dtype(dtype)

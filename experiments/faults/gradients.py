@@ -2,7 +2,7 @@
 
 import functools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -26,8 +26,7 @@ def cases(seed: int, most: int | None = None) -> Iterator[Case]:
 
 
 def _graded(name: str, keys: str, seed: int, time: int = TIME) -> str:
-    make = rules.REGISTRY[name]
-    rule = make(**({"chunk_size": 64} if takes(make, "chunk_size") else {}))
+    rule = _rule(name)
     dim = 16 if getattr(getattr(rule, "structure", None), "norm", False) else DIM
     params = memory.init_params(rule, jax.random.key(seed), num_heads=1, key_dim=dim, value_dim=dim)
     q, k, v = jax.random.normal(jax.random.key(seed + 1), (3, 1, time, 1, dim))
@@ -35,13 +34,8 @@ def _graded(name: str, keys: str, seed: int, time: int = TIME) -> str:
     k = unit(k if keys == "random keys" else jnp.broadcast_to(k[:, :1], k.shape))
     gates = memory.suggested_gates(rule, batch_size=1, time=time, num_heads=1, key_dim=dim)
     given = (params, unit(q), k, v, gates)
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def graded(parts: int, *given: Any) -> Any:
-        return jax.value_and_grad(lambda *given: _loss(rule, parts, *given), argnums=(0, 1, 2, 3, 4))(*given)
-
     with jax.debug_nans(True):
-        whole, parts = graded(1, *given), graded(2, *given)
+        whole, parts = (_compiled(name, parts)(*given) for parts in (1, 2))
     for one, other in zip(jax.tree.leaves(whole), jax.tree.leaves(parts), strict=True):
         one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
         if not np.isfinite(one).all():
@@ -50,6 +44,17 @@ def _graded(name: str, keys: str, seed: int, time: int = TIME) -> str:
         if error > _TOLERANCE * max(size, 1e-6):
             raise WrongError(f"error {error:.3g} of {size:.3g}")
     return "right"
+
+
+@functools.cache
+def _rule(name: str) -> Any:
+    make = rules.REGISTRY[name]
+    return make(**({"chunk_size": 64} if takes(make, "chunk_size") else {}))
+
+
+@functools.cache
+def _compiled(name: str, parts: int) -> Callable[..., Any]:
+    return jax.jit(jax.value_and_grad(functools.partial(_loss, _rule(name), parts), argnums=(0, 1, 2, 3, 4)))
 
 
 def _loss(rule: Any, parts: int, params: Any, q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates) -> jax.Array:

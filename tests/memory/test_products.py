@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from atlasjax import memory, rules
 from atlasjax.flops import count_flops
 from atlasjax.memory.products import dense, product
 from tests.marks import if_slow, some_slow
@@ -147,3 +148,34 @@ def test_precision_and_operations_of_dense():
     program = jax.jit(slopes(lambda x, y: dense(x, y, precision=highest))).lower(x, kernel).as_text()
     assert program.count("dot_general") == program.count("precision = [HIGHEST, HIGHEST]") == 2
     assert count_flops(slopes(dense), x, kernel) == count_flops(slopes(_tensordot()), x, kernel) == 3 * 2 * 64 * 8 * 24
+
+
+@pytest.mark.parametrize("name", ["titans_no_momentum", "linear_attention", "gated_delta_rule"])
+def test_float16_where_what_a_memory_computes_does_not_fit(name):
+    """Memories and inner gradients exceed the maximum of float16, 65504; tokens and outputs do not."""
+    make = rules.REGISTRY[name]
+    rule = make(chunk_size=8) if name == "titans_no_momentum" else make()
+    params = memory.init_params(rule, jax.random.key(0), num_heads=1, key_dim=4, value_dim=4)
+    q, k, v = jax.random.normal(jax.random.key(1), (3, 1, 24, 1, 4))
+    if name == "linear_attention":  # equal keys add up
+        k = jnp.broadcast_to(k[:, :1], k.shape)
+        q, v = k / 16, jnp.abs(v)
+    unit = lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+    q, k, v = (x.astype(jnp.float16) for x in (q if name == "linear_attention" else unit(q), unit(k), v * 8e3))
+    gates = memory.suggested_gates(rule, batch_size=1, time=24, num_heads=1, key_dim=4)
+
+    @jax.jit
+    def run(q, k, v):
+        whole = memory.scan(rule, params, None, q, k, v, gates)
+        cut = lambda which: jax.tree.map(lambda x: x[:, which], (q, k, v, gates))
+        _, state = memory.scan(rule, params, None, *cut(slice(-1)))
+        return whole, memory.step(rule, params, state, *cut(-1))
+
+    (y, _), (last, _) = run(q, k, v)
+    expected, state = memory.reference(rule, params, None, *(x.astype(jnp.float32) for x in (q, k, v)), gates)
+    size = float(jnp.abs(expected).max())
+    assert size < 65504
+    if name == "linear_attention":
+        assert max(float(jnp.abs(w).max()) for w in state.memory.values()) > 65504
+    np.testing.assert_allclose(np.asarray(y, np.float32), expected, atol=4e-3 * size)
+    np.testing.assert_allclose(np.asarray(last, np.float32), expected[:, -1], atol=4e-3 * size)

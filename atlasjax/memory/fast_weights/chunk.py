@@ -43,7 +43,8 @@ class Plan(NamedTuple):
 
 
 def plan(rule: MemoryRule, params: MemoryParams, dtype: jnp.dtype, time: int | None = None) -> Plan:
-    """Sizes of a call of `time` tokens (None: many). Short calls use shorter chunks where the chunk size has no effect."""
+    """Sizes of a call of `time` tokens in `dtype` (None: many). Short calls use shorter chunks where that changes nothing."""
+    dtype = blocks.product_dtype(dtype)
     few = _FREE_BLOCK if time is None else 1 << (time - 1).bit_length()
     if rule.is_linear:
         block = _FREE_BLOCK if rule.objective.gradient_is_value else _SYSTEM_BLOCK

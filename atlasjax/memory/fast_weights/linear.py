@@ -30,6 +30,7 @@ from atlasjax.memory.blocks import (
     exact,
     neighbours,
     outer,
+    product_dtype,
     row_sums,
     scaled_columns,
     scaled_rows,
@@ -348,10 +349,10 @@ def linear_scan(
     def prepare_slot(params: MemoryParams, slot: Slot) -> tuple[Prepared, Tokens, Scored]:
         tokens = _slot_tokens(rule, params, slot)
         scores = scores_of(rule, tokens)
-        return prepare(rule, dtype, tokens, scores.system), tokens, scores.read
+        return prepare(rule, product_dtype(dtype), tokens, scores.system), tokens, scores.read
 
     def read_slot(tokens: Tokens, scores: Scored, W: jax.Array, u: jax.Array | None) -> jax.Array:
-        return read(dtype, tokens, scores, W, u).astype(dtype)
+        return read(product_dtype(dtype), tokens, scores, W, u).astype(dtype)
 
     def step(
         W: jax.Array, xs: tuple[Prepared, jax.Array | None]

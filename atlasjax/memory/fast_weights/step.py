@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.export import is_symbolic_dim
 
 from atlasjax.memory.axes.optimizers import OptimizerState
+from atlasjax.memory.blocks import product_dtype
 from atlasjax.memory.fast_weights.chunk import Plan, Slot, Soup, Window, run_chunk
 from atlasjax.memory.fast_weights.linear import linear_scan
 from atlasjax.memory.fast_weights.rule import MemoryRule
@@ -38,7 +39,7 @@ def xla_step(
     wide = wide_dtype(q.dtype)
     batch, heads, _ = q.shape
     gates = rule.within_horizon(gates)
-    sizes = Plan(1, 1, 1, q.dtype)
+    sizes = Plan(1, 1, 1, product_dtype(q.dtype))
 
     def up(x: MaybeArray) -> MaybeArray:
         return None if x is None else x.astype(wide)[:, :, None]
