@@ -14,11 +14,15 @@ import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
+import numpy as np
+from flax import nnx
+
 from atlasjax.config_json import to_dict
-from atlasjax.generate import load_context, read, save_context
+from atlasjax.generate import Context, load_context, read, save_context
 from atlasjax.train import load_run, train
 from experiments.faults import damage, signed, small
 from experiments.faults.run import Case, Slow
@@ -26,14 +30,19 @@ from experiments.faults.run import Case, Slow
 _BACK = (50, 200, 400)  # commits before this one
 _ROOT = pathlib.Path(__file__).parents[2]
 _WRITE = """
-import dataclasses, pathlib, sys
+import pathlib, sys
+import jax, numpy
+from flax import nnx
 from experiments.faults import folders
 from atlasjax.train import load_run, train
 from atlasjax.generate import read, save_context
 place = pathlib.Path(sys.argv[1])
 train(folders._config(place, place / "old", 4))
 model = load_run(place / "old").model
-save_context(model, read(model, [[1, 2, 3]]), place / "old.memory")
+context = read(model, [[1, 2, 3]])
+save_context(model, context, place / "old.memory")
+for name, tree in {"params": nnx.state(model, nnx.Param), "memory": context.cache}.items():
+    numpy.savez(place / f"{name}.npz", *map(numpy.asarray, jax.tree.leaves(tree)))
 """
 
 
@@ -45,14 +54,15 @@ def cases(seed: int, most: int | None = None) -> Iterator[Case]:
         config = small.trained(folder, folder / "run", 2)
         model = load_run(folder / "run").model
         expected = small.params(model)
-        save_context(model, read(model, [[1, 2, 3]]), folder / "whole.memory")
+        context = read(model, [[1, 2, 3]])
+        save_context(model, context, folder / "whole.memory")
         every: list[Case] = []
         for path in _fields(to_dict(config)):
             for kind, change in _changes(path).items():
                 name = f"{kind} {'.'.join(path)}"
                 every.append((f"run, {name}", functools.partial(_run, folder, expected, path, change)))
                 if path[0] == "model":
-                    every.append((f"memory, {name}", functools.partial(_memory, folder, model, path, change)))
+                    every.append((f"memory, {name}", functools.partial(_memory, folder, model, context, path, change)))
         if most is not None:
             every = rng.sample(every, most)
         for back in _BACK:
@@ -86,11 +96,16 @@ def _run(folder: pathlib.Path, expected: object, path: tuple[str, ...], change: 
     return small.refused(lambda: load_run(copy), (path[-1], "version", "checkpoint", "shape"), right=same)
 
 
-def _memory(folder: pathlib.Path, model: object, path: tuple[str, ...], change: signed.Change) -> str:
+def _memory(folder: pathlib.Path, model: Any, context: Context, path: tuple[str, ...], change: signed.Change) -> str:
     file = folder / "copy.memory"
     file.write_bytes((folder / "whole.memory").read_bytes())
     signed.change_about(file, change)
-    return small.refused(lambda: load_context(model, file), (path[-1], path[0]), right=lambda _: True)
+    same = lambda found: small.same(found.cache, context.cache)
+    return small.refused(lambda: load_context(model, file), (path[-1], path[0]), right=same)
+
+
+def _params(loaded: Any) -> Any:
+    return nnx.state(loaded.model, nnx.Param)
 
 
 def _commit(back: int) -> str | None:
@@ -128,8 +143,16 @@ def _of_commit(folder: pathlib.Path, back: int) -> list[Case]:
             made.append(place)
         return made[0]
 
+    def saved(name: str, tree: Callable[[Any], Any]) -> Callable[[Any], bool]:
+        """Whether what is loaded has the arrays that were saved, bit for bit."""
+        with np.load(written() / f"{name}.npz") as file:
+            arrays = [file[f"arr_{n}"] for n in range(len(file.files))]
+        return lambda loaded: small.same(jax.tree.leaves(tree(loaded)), arrays)
+
     def read_here() -> str:
-        return small.refused(lambda: load_run(written() / "old"), ("version", "config", "field"), right=lambda _: True)
+        return small.refused(
+            lambda: load_run(written() / "old"), ("version", "config", "field"), right=saved("params", _params)
+        )
 
     def gone_on() -> str:
         place = written()
@@ -145,7 +168,9 @@ def _of_commit(folder: pathlib.Path, back: int) -> list[Case]:
         place = written()
         words = ("version", "model", "parameters", "format")
         return small.refused(
-            lambda: load_context(load_run(place / "old").model, place / "old.memory"), words, right=lambda _: True
+            lambda: load_context(load_run(place / "old").model, place / "old.memory"),
+            words,
+            right=saved("memory", lambda context: context.cache),
         )
 
     return [
