@@ -3,6 +3,7 @@
 from typing import Any
 
 from atlasjax import interop
+from atlasjax.interop.family import Sizes
 from docs.tables.source import table
 
 # Families of public weights: title, name, and the config.json of a size that is published.
@@ -58,7 +59,7 @@ def weights_tensors() -> str:
     families = {family.name: family for family in interop.FAMILIES}
     for title, name, config in PUBLIC:
         family = families[name]
-        for row in family.rows(family.to_ours(config)):
+        for row in family.rows(family.to_ours(config, Sizes())):
             names = (row.peer,) if isinstance(row.peer, str) else row.peer
             names = [name for name in names if not name.startswith("model.language_model.")]  # the page says it once
             part = "" if row.rows is None else f"[{row.rows[0]}:{row.rows[1]}]"
