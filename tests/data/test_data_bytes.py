@@ -136,7 +136,7 @@ def test_a_special_token_that_plain_text_gives_is_text():
 
 
 def test_an_added_word_of_characters_that_stand_for_bytes():
-    """The decoder takes such a word for bytes: DeepSeek's files add "õ" and others, whose bytes no text has."""
+    """The decoder of `tokenizers` takes such a word for bytes, here of 0xF5, which no text has."""
     parsed = json.loads(json.dumps(learned()))
     last = max(parsed["model"]["vocab"].values())
     parsed["model"]["vocab"].pop("õ")
