@@ -51,6 +51,13 @@ FIELDS = (
 )  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_vouched_for(monkeypatch):
+    """Other tests of this process have given names."""
+    for known in ("_modules", "_given", "_imported", "_said"):
+        monkeypatch.setattr(trusted, known, set())
+
+
 @pytest.fixture
 def probe(tmp_path, monkeypatch):
     """A user's module, of which a file says whether it was imported. Returns a function that says it."""

@@ -369,7 +369,8 @@ def test_the_tokenizer_of_a_start_without_a_checkpoint_is_not_used(done, tmp_pat
     make_tokenizer(other.data).save(tmp_path / "run/tokenizer")
     assert isinstance(run_tokenizer(dataclasses.replace(other, init_from=run.run_dir)), ByteTokenizer)
     shutil.copytree(pathlib.Path(run.run_dir) / "checkpoints", tmp_path / "run/checkpoints")
-    assert not isinstance(run_tokenizer(dataclasses.replace(other, init_from=run.run_dir)), ByteTokenizer)
+    with pytest.raises(ValueError, match="is not the tokenizer of the run"):
+        run_tokenizer(dataclasses.replace(other, init_from=run.run_dir))
 
 
 def test_nothing_is_written_through_a_link_at_a_temporary_name(tmp_path):
