@@ -155,7 +155,9 @@ def _run_atlasjax(arguments, monkeypatch):
     monkeypatch.setattr("atlasjax.cli.train._with_vocabulary", lambda config: config)  # it opens tokenizers
     monkeypatch.setattr("atlasjax.cli.train._base", lambda *_: default_config("gated-deltanet-tiny"))  # it opens a run
     monkeypatch.setattr("atlasjax.cli.train.run_config", lambda _: None)  # it looks into folders and buckets
-    monkeypatch.setattr("atlasjax.cli.prepare.storage", mock.Mock(path=_reached, expanded=_reached))  # it looks into buckets
+    monkeypatch.setattr(
+        "atlasjax.cli.prepare.storage", mock.Mock(path=_reached, expanded=_reached)
+    )  # it looks into buckets
     monkeypatch.setattr("atlasjax.cli.info._sizes", lambda config: {})
     monkeypatch.setattr("atlasjax.cli.info.preset_names", lambda size: [f"atlas-{size}"])
     with contextlib.suppress(Reached):
