@@ -53,12 +53,6 @@ def _compared(name: str, dtype: str, hard: str, seed: int) -> str:
     error = np.abs(np.asarray(y, np.float64) - expected).max(initial=0)
     if error <= tolerance * max(np.abs(expected).max(initial=0), np.finfo(np.float32).tiny):
         return "right"
-    # Some inputs enlarge rounding itself, such as large errors under a cubic loss: then float32 knows no more than its definition.
-    definition, _ = _compiled(name, True)(
-        *(jax.tree.map(lambda x: x.astype(jnp.float32), x) for x in (params, *tokens, gates))
-    )
-    if error <= np.abs(np.asarray(definition, np.float64) - expected).max(initial=0):
-        return "right"
     raise WrongError(f"error {error:.3g} of {np.abs(expected).max():.3g}")
 
 
