@@ -68,8 +68,10 @@ class HttpServer(uvicorn.Server):
     """Serves an application to `limits.connections` clients at most, which may not be slower than `limits.client_seconds`."""
 
     def __init__(self, app: Starlette, limits: Limits, *, grace_seconds: float, lifespan: Literal["on", "off"] = "on"):
+        # Without uvicorn's handlers: they hold the stderr of the moment they are made in, which may be closed when they write.
         config = uvicorn.Config(
-            app, log_level="warning", access_log=False, ws="none", lifespan=lifespan, backlog=BACKLOG, server_header=False,
+            app, log_config=None, log_level="warning", access_log=False, ws="none", lifespan=lifespan, backlog=BACKLOG,
+            server_header=False,
             http=functools.partial(Connection, limits=limits),  # type: ignore[arg-type]
             timeout_graceful_shutdown=math.ceil(grace_seconds),
         )  # fmt: skip
