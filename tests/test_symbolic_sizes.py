@@ -91,3 +91,10 @@ def test_models():
     assert jax.eval_shape(extend, params, ids(B, 1))[0].shape[:2] == (B, 1)
     refused(lambda params, ids: nnx.merge(graphdef, params)(ids), params, ids(2, T))
     refused(extend, params, ids(2, T))
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_positions_are_counted_in_int32(name):
+    """At most 2^31 - 1 tokens a call. Only shapes are made here."""
+    with pytest.raises(ValueError, match=r"q has 2,147,483,648 tokens; it must have fewer than 2\^31"):
+        jax.eval_shape(lambda q: scan(RULES[name], q), tokens(1, 2**31))

@@ -125,8 +125,10 @@ class DataConfig:
         for name, least in (("sequence_length", 1), ("batch_size", 1), ("max_segments", 2), ("num_threads", 0)):
             value = getattr(self, name)
             check.require(check.is_integer(value, least), name, value, f"an integer of at least {least}")
-        most = 256
-        check.require(self.num_threads <= most, "num_threads", self.num_threads, f"an integer of at most {most}")
+        # Positions, and twice the length, are counted in int32.
+        for name, most in (("sequence_length", 2**30), ("num_threads", 256)):
+            value = getattr(self, name)
+            check.require(value <= most, name, value, f"an integer of at most {most:,}")
         fraction = self.validation_fraction
         check.require(0 <= fraction <= 0.5, "validation_fraction", fraction, "in [0, 0.5]")
         check.require(0 <= self.seed < 2**32, "seed", self.seed, "in [0, 2^32)")

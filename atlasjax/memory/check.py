@@ -105,11 +105,18 @@ def check_sizes(where: str, **sizes: Any) -> None:
 
 
 def check_time(name: str, time: Any, where: str) -> None:
-    """Raises ValueError if a number of tokens is a symbolic size of `jax.export`: tokens are laid out in blocks of known number."""
+    """Raises ValueError if a number of tokens is unknown, or beyond int32, in which positions are counted.
+
+    A symbolic size of `jax.export` is unknown: tokens are laid out in blocks of known number.
+    """
     if is_symbolic_dim(time):
         raise ValueError(
             f"{where}: {name} has the symbolic time {time}; the number of tokens must be known. Export a program for each length; "
             "the batch size may be symbolic."
+        )
+    if time >= 2**31:
+        raise ValueError(
+            f"{where}: {name} has {time:,} tokens; it must have fewer than 2^31. Read them in pieces, with the state between."
         )
 
 

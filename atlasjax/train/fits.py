@@ -7,6 +7,7 @@ layer. A run that passes may still need more.
 import math
 from collections.abc import Mapping
 
+from atlasjax.check import is_integer
 from atlasjax.machine import GIB
 from atlasjax.nn import ModelConfig, check_divided
 from atlasjax.train.config import TrainConfig
@@ -94,7 +95,10 @@ def _what_it_takes(config: TrainConfig, shards: int, state: int, row: int, avail
     if state > available:
         devices = math.ceil(state / available)
         axes = "mesh.fsdp, mesh.tensor, mesh.sequence"
-        return f"Use a smaller model, or at least {devices:,} such devices to split it over ({axes})."
+        return (
+            f"Use a smaller model (its largest sizes are {_largest_sizes(config.model)}), or at least {devices:,} such devices to "
+            f"split it over ({axes})."
+        )
     rows, size = (available - state) // row, config.data.batch_size
     if not rows:
         length = config.data.sequence_length * (available - state) // row
@@ -109,3 +113,9 @@ def _what_it_takes(config: TrainConfig, shards: int, state: int, row: int, avail
         if size % accumulation == 0 and size // accumulation <= rows * shards and size // accumulation % shards == 0:
             return f"Use an accumulation of at least {accumulation:,}."
     return f"Use a data.batch_size of at most {rows * shards * config.accumulation:,}."
+
+
+def _largest_sizes(model: ModelConfig) -> str:
+    """The names and values of the model's three largest integers: one of them may be a slip of the pen."""
+    sizes = {name: size for name, size in vars(model).items() if is_integer(size)}
+    return ", ".join(f"model.{name} {sizes[name]:,}" for name in sorted(sizes, key=sizes.__getitem__)[:-4:-1])
