@@ -12,6 +12,7 @@ import numpy as np
 from atlasjax import memory, rules
 from atlasjax.memory import Gates
 from atlasjax.names import takes
+from experiments.faults.hard import QUICKLY
 from experiments.faults.run import Case, Slow, WrongError
 
 TIME, DIM = 8192, 8
@@ -54,7 +55,8 @@ def _rule(name: str) -> Any:
 
 @functools.cache
 def _compiled(name: str, parts: int) -> Callable[..., Any]:
-    return jax.jit(jax.value_and_grad(functools.partial(_loss, _rule(name), parts), argnums=(0, 1, 2, 3, 4)))
+    loss = functools.partial(_loss, _rule(name), parts)
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3, 4)), compiler_options=QUICKLY)
 
 
 def _loss(rule: Any, parts: int, params: Any, q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates) -> jax.Array:

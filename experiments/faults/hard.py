@@ -22,7 +22,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 _TOLERANCE = {"float32": (2e-5, 2e-3), "bfloat16": (4e-2, 1e-1), "float16": (4e-2, 1e-1)}
 
 # As the tests: nearly all the time goes to LLVM's optimizations.
-_QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 Arrays = dict[str, np.ndarray]
 
@@ -66,7 +66,7 @@ def _rule(name: str) -> Any:
 def _compiled(name: str, reference: bool) -> Callable[..., Any]:
     run = memory.reference if reference else memory.scan
     rule = _rule(name)
-    return jax.jit(lambda *given: run(rule, given[0], None, *given[1:]), compiler_options=_QUICKLY)
+    return jax.jit(lambda *given: run(rule, given[0], None, *given[1:]), compiler_options=QUICKLY)
 
 
 def _inputs(rule: Any, dtype: str, hard: str, seed: int) -> tuple[Any, tuple[jax.Array, ...], Gates]:
