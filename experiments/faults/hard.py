@@ -53,7 +53,14 @@ def _compared(name: str, dtype: str, hard: str, seed: int) -> str:
     error = np.abs(np.asarray(y, np.float64) - expected).max(initial=0)
     if error <= tolerance * max(np.abs(expected).max(initial=0), np.finfo(np.float32).tiny):
         return "right"
-    raise WrongError(f"error {error:.3g} of {np.abs(expected).max():.3g}")
+    # Inputs that multiply rounding, such as values of 1,000 under a cubic loss: no float32 code can do better than the definition.
+    same_precision, _ = _compiled(name, True)(params, *map(_full, tokens), jax.tree.map(_full, gates))
+    of_definition = np.abs(np.asarray(same_precision, np.float64)[:, : y.shape[1]] - expected).max(initial=0)
+    if dtype == "float32" and error <= of_definition:
+        return "right"
+    raise WrongError(
+        f"error {error:.3g} of {np.abs(expected).max():.3g}; of the definition in {dtype}: {of_definition:.3g}"
+    )
 
 
 @functools.cache
