@@ -1,4 +1,5 @@
-"""Generates the tables of the pages from the repository: from recorded measurements, tests, and the rules themselves.
+"""Generates the tables of the pages from the repository: from recorded measurements, tests, and the rules themselves. Also
+what needs the address of the repository (docs/repository.toml).
 
     python docs/generate.py        # updates the tables between the marks of all pages
 
@@ -14,7 +15,7 @@ from collections.abc import Callable
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from docs.tables import kernels, measured, rules, status, weights  # noqa: E402
+from docs.tables import kernels, measured, repository, rules, status, weights  # noqa: E402
 
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
@@ -29,6 +30,7 @@ TABLES: dict[str, Callable[[], str]] = {
         measured.input_speed, measured.input_memory,
         measured.mad, measured.needles, measured.evidence_summary, measured.evidence_details,
         weights.weights_tensors,
+        repository.repository_badges, repository.repository_clone, repository.repository_colab,
         status.status_devices, status.status_rules, status.status_proofs, kernels.status_kernels, status.status_plans,
         status.status_experiments, status.status_systems,
     )
@@ -43,13 +45,19 @@ def filled(text: str) -> str:
 
 def pages() -> list[pathlib.Path]:
     """The pages that have tables."""
-    files = [*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "experiments").glob("*/README.md"))]
+    files = [
+        ROOT / "README.md",
+        *sorted((ROOT / "docs").glob("*.md")),
+        *sorted((ROOT / "experiments").glob("*/README.md")),
+    ]
     return [path for path in files if _MARKED.search(path.read_text())]
 
 
 def main() -> None:
     for page in pages():
         page.write_text(filled(page.read_text()))
+    for path, made in repository.files().items():
+        path.write_text(made(path.read_text()))
 
 
 if __name__ == "__main__":

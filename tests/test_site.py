@@ -220,8 +220,8 @@ def test_commands_are_found():
 @pytest.mark.xdist_group("site_tables")  # they share what they trace
 @pytest.mark.parametrize(
     "page",
-    [page for page in [*PAGES, *READMES] if "<!-- table: " in page.read_text()],
-    ids=lambda page: page.parent.name if page.stem == "README" else page.stem,
+    [page for page in [ROOT / "README.md", *PAGES, *READMES] if "<!-- table: " in page.read_text()],
+    ids=lambda page: page.parent.name if page in READMES else page.stem,
 )
 def test_tables_are_what_the_repository_says(page, generate):
     assert page.read_text() == generate.filled(page.read_text()), "run: python docs/generate.py"
