@@ -21,8 +21,6 @@
 #
 # Here we give four memories the same stream of key–value pairs, one token at a time. After **every** token we ask each memory for
 # **all** pairs. Nothing is trained beforehand: all the learning that you see happens at test time.
-#
-# The next cell installs the library if it is missing, also on Colab.
 
 # %% cellView="form"
 # @title Install atlasjax, if it is missing

@@ -22,8 +22,6 @@
 #
 # We write two inner losses that are robust to outliers, and an inner optimizer that uses only signs. Then we let them learn
 # key–value pairs when one value in eight has a large error.
-#
-# The next cell installs the library if it is missing, also on Colab.
 
 # %% cellView="form"
 # @title Install atlasjax, if it is missing

@@ -21,8 +21,6 @@
 # pair. Then we let the model write, and watch its memories while it reads unseen text.
 #
 # This takes a few minutes on a CPU. The text is the language reference that ships with Python, about 400 kB.
-#
-# The next cell installs the library if it is missing, also on Colab.
 
 # %% cellView="form"
 # @title Install atlasjax, if it is missing

@@ -21,8 +21,6 @@
 # The first half compares rules: linear attention, the delta rule, a window of tokens (the Omega rule of
 # [ATLAS](https://arxiv.org/abs/2505.23735)), polynomial features and deep memories. The second half uses the delta rule with a
 # memory that grows: [Memory Caching](https://arxiv.org/abs/2602.24281) keeps a copy of the memory at the end of every segment.
-#
-# The next cell installs the library if it is missing, also on Colab.
 
 # %% cellView="form"
 # @title Install atlasjax, if it is missing

@@ -22,8 +22,6 @@
 # polynomial.
 #
 # Here we compress signals that we can plot, read them back, and look at what is lost.
-#
-# The next cell installs the library if it is missing, also on Colab.
 
 # %% cellView="form"
 # @title Install atlasjax, if it is missing

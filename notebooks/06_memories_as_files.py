@@ -21,8 +21,6 @@
 #
 # Here a tiny language model learns, in about a minute on a CPU, to read who lives where. Then it reads a diary once, and we do all
 # of this with what it remembers.
-#
-# The next cell installs the library if it is missing, also on Colab.
 
 # %% cellView="form"
 # @title Install atlasjax, if it is missing

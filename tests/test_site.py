@@ -44,13 +44,31 @@ def generate():
 
 
 def test_builds_strictly(tmp_path):
-    for name in ("mkdocs", "mkdocstrings", "material"):
+    for name in ("mkdocs", "mkdocstrings", "material", "nbconvert"):
         pytest.importorskip(name)
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     for page in ("index.html", "status.html", "api/memory.html", "experiments/zoo/index.html"):
         assert (tmp_path / "site" / page).is_file()
+    for page in (tmp_path / "site").rglob("*.html"):
+        loaded = re.findall(r"<(?:script|img|iframe)[^>]* src=\"?([^\" >]+)", page.read_text())
+        loaded += re.findall(
+            r"<link[^>]* rel=\"?(?:stylesheet|preconnect)\"?[^>]* href=\"?([^\" >]+)", page.read_text()
+        )
+        assert loaded
+        assert not [link for link in loaded if "//" in link], f"{page} loads what is not of the site"
+    for notebook in (ROOT / "notebooks").glob("*.ipynb"):
+        assert (tmp_path / "site/notebooks" / notebook.name).is_file()
+        text = notebook.read_text()
+        page = (tmp_path / "site/notebooks" / f"{notebook.stem}.html").read_text()
+        assert page.count(f'src="{notebook.stem}_files/') == text.count('"image/png"') > 0
+        assert "subprocess" in text
+        assert "subprocess" not in page  # the cell that installs the library
+    assert "notebooks/01_watching_a_memory_learn.html" in (tmp_path / "site/getting_started.html").read_text()
+    # From the disk, a browser reads the search's index as a script, and its worker in a frame.
+    assert "javascripts/iframe-worker.js" in (tmp_path / "site/index.html").read_text()
+    assert (tmp_path / "site/search/search_index.js").read_text().startswith("var __index = {")
     for page, package in API.items():
         text = (tmp_path / f"site/api/{page}.html").read_text()
         names = importlib.import_module(package).__all__
@@ -77,8 +95,10 @@ def test_python_of_a_page_runs(page, tmp_path, monkeypatch):
 def test_every_page_is_in_the_navigation():
     nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]
     listed = set(re.findall(r"^ *- .*?: (\S+\.md)$", nav, re.MULTILINE))
-    there = {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
+    notebooks = {f"notebooks/{path.stem}.md" for path in (ROOT / "notebooks").glob("*.ipynb")}  # pages of the site only
+    there = {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")} | notebooks
     assert not there - listed
+    listed -= notebooks
     assert {page for page in listed if not (DOCS / page).exists()} == {p for p in listed if (ROOT / p).exists()}
 
 
