@@ -20,6 +20,7 @@ import pytest
 from flax import nnx
 
 from atlasjax import cli
+from atlasjax.cli import report
 from atlasjax.config_json import to_dict
 from atlasjax.data.tokenizers import ByteTokenizer
 from atlasjax.interop.text_ends import TextEnds
@@ -75,12 +76,16 @@ def trained(folder, plotted):
 def test_what_training_prints(trained, plotted):
     folder, out = trained
     assert "step 4/4" in out
-    for words in ("this model, 4 steps", "unigram of bytes", "interpolated trigram", "sample:\nThe "):
+    for words in ("this model, 4 steps", "unigram of bytes", "interpolated trigram"):
         assert words in out
     assert f"checkpoint:   {folder / 'run/checkpoints/4'}" in out
     assert f"atlasjax train --run-dir {folder / 'run'} --steps 8" in out
     assert f"atlasjax evaluate --run-dir {folder / 'run'}\n" in out
-    assert f"atlasjax generate --run-dir {folder / 'run'}" in out
+    [line] = [line for line in out.splitlines() if line.startswith("sample more:")]
+    *command, prompt = shlex.split(line)[2:]
+    assert command == ["atlasjax", "generate", "--run-dir", str(folder / "run"), "--prompt"]
+    assert prompt in TEXT
+    assert f"sample:\n{prompt}" in out
     assert (folder / "run/loss_curve.png").exists()
     assert plotted.call_args.kwargs["title"] == f"{PRESET[1]}, 4 steps"
 
@@ -94,18 +99,35 @@ def test_what_is_sampled_fits_the_learned_positions(positions, limit, tmp_path, 
     )
     run = config(tmp_path, model=model, data_changes={"validation_fraction": 0.0, "sequence_length": 4})
     monkeypatch.setattr(command, "merge", lambda *_: LanguageModel(model, rngs=nnx.Rngs(0)))
-    setup, state = SimpleNamespace(graphdef=None, tokenizer=ByteTokenizer()), SimpleNamespace(params=None)
+    data = [{"inputs": ByteTokenizer().encode("Once. The statement is this. The statement is that.")[None]}]
+    setup = SimpleNamespace(graphdef=None, tokenizer=ByteTokenizer(), train_data=data)
+    state = SimpleNamespace(params=None)
     command._report(
         "a",
         run,
         SimpleNamespace(setup=setup, state=state, evaluation=None, step=4, resumed_from=0, checkpoint=tmp_path / "4"),
     )
     out = capsys.readouterr().out
-    assert ("sample:\nThe " in out) == (limit is not None)
+    assert ("sample:\nThe statement" in out) == (limit is not None)
     assert [line.split()[-1] for line in out.splitlines() if line.startswith("sample more")] == (
         [limit] if limit else []
     )
     assert out.splitlines()[-1].endswith(" --text FILE"), "nothing was held out"
+
+
+@pytest.mark.parametrize(
+    ("text", "prompt"),
+    [
+        ("a cut Word. Der Hund, der bellt. Der Hund\n\n  x y\n", "Der Hund"),
+        ("no line begins here", "line begins"),
+        ("彼は本を読む。", "彼は本を読む"),
+        ("ACGTACGTTACGTACGTACGTACGT", "ACGTACGTTACGTACGTACG"),
+        ("…", "The "),
+    ],
+)
+def test_a_prompt_to_try_is_of_the_text(text, prompt):
+    rows = [{"inputs": ByteTokenizer().encode(text)[None]}]
+    assert report.beginning(rows, ByteTokenizer()) == prompt
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,12 @@
-"""Output shared by several commands: baselines and samples."""
+"""What `atlasjax train` prints at its end: baselines, a sample, and a prompt to try."""
+
+import collections
+import re
 
 import numpy as np
 
 from atlasjax.data.config import DataConfig
+from atlasjax.data.pipeline import Pipeline
 from atlasjax.data.sources import load_text
 from atlasjax.data.tokenizers import Tokenizer
 from atlasjax.evaluate.ngram import baselines as ngram_baselines
@@ -10,6 +14,8 @@ from atlasjax.generate import SamplingConfig, generate
 from atlasjax.nn import LanguageModel, ModelConfig
 from atlasjax.nn.mixer_check import why_not_decoded
 
+# Two whole words with which a line or a sentence begins; two anywhere; or what a text without spaces has.
+_BEGINNINGS = (r"(?:\n\s*|[.!?] )(\w+ \w+)[\s.,;:]", r"\s(\w+ \w+)[\s.,;:]", r"\w{1,20}")
 _BASELINE_CHARACTERS = 50_000_000  # beyond this, counting n-grams takes longer than it is worth
 
 
@@ -27,6 +33,15 @@ def baselines(config: DataConfig) -> dict[str, float]:
     return {"unigram of bytes": scores["unigram"], "interpolated trigram": scores["trigram"]}
 
 
+def beginning(data: Pipeline, tokenizer: Tokenizer) -> str:
+    """A prompt from the text that a model was trained on, from its first batch. "The " if that has no word."""
+    text = "\0".join(tokenizer.decode(row.tolist()) for row in np.asarray(next(iter(data))["inputs"]))
+    for pattern in _BEGINNINGS:
+        if found := collections.Counter(re.findall(pattern, text)):
+            return found.most_common(1)[0][0]
+    return "The "
+
+
 def tokens_that_fit(config: ModelConfig, prompt: np.ndarray, num_tokens: int) -> int:
     """How many of `num_tokens` new tokens a model has positions for after a prompt; 0 if it decodes none."""
     if why_not_decoded(config) is not None:
@@ -36,7 +51,7 @@ def tokens_that_fit(config: ModelConfig, prompt: np.ndarray, num_tokens: int) ->
 
 
 def sample_text(
-    model: LanguageModel, tokenizer: Tokenizer, *, prompt: str = "The ", num_tokens: int = 200, seed: int = 0
+    model: LanguageModel, tokenizer: Tokenizer, *, prompt: str, num_tokens: int = 200, seed: int = 0
 ) -> str | None:
     """A prompt and its continuation at temperature 0.8. None: the model decodes no tokens, or has no positions after the prompt."""
     before = tokenizer.encode(prompt)

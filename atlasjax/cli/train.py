@@ -10,7 +10,7 @@ import tyro
 from atlasjax import storage
 from atlasjax.cli.generate import GenerateCommand
 from atlasjax.cli.parsing import admit_given, parse, pop_option
-from atlasjax.cli.report import baselines, sample_text, tokens_that_fit
+from atlasjax.cli.report import baselines, beginning, sample_text, tokens_that_fit
 from atlasjax.cli.tune import offer
 from atlasjax.config_json import to_dict
 from atlasjax.data.tokenizers import vocabulary
@@ -171,7 +171,8 @@ def _report(name: str, config: TrainConfig, result: TrainResult) -> None:
     if references and result.step > result.resumed_from:
         plot_loss(config.run_dir, title=f"{name}, {result.step} steps", references=references)
     model, tokenizer = merge(result.setup.graphdef, result.state.params), result.setup.tokenizer
-    if (sample := sample_text(model, tokenizer, seed=config.seed)) is not None:
+    prompt = beginning(result.setup.train_data, tokenizer)
+    if (sample := sample_text(model, tokenizer, prompt=prompt, seed=config.seed)) is not None:
         print(f"\nsample:\n{sample}")
     run_dir = storage.path(config.run_dir)
     quoted = shlex.quote(str(run_dir))
@@ -182,9 +183,9 @@ def _report(name: str, config: TrainConfig, result: TrainResult) -> None:
     print(f"\ncheckpoint:   {run_dir / 'checkpoints' / result.checkpoint.name}")
     print(f"loss curve:   {run_dir / 'loss_curve.png'}")
     print(f"continue:     atlasjax train --run-dir {quoted}{own} --steps {2 * max(config.steps, result.step)}")
-    prompt, most = "The statement", GenerateCommand.max_tokens
+    most = GenerateCommand.max_tokens
     if fitting := tokens_that_fit(config.model, tokenizer.encode(prompt), most):
         limit = "" if fitting == most else f" --max-tokens {fitting}"
-        print(f"sample more:  atlasjax generate{where} --prompt {prompt!r}{limit}")
+        print(f"sample more:  atlasjax generate{where} --prompt {shlex.quote(prompt)}{limit}")
     text = "" if result.evaluation is not None or config.evaluation_sets else " --text FILE"  # nothing was held out
     print(f"measure:      atlasjax evaluate{where}{text}", flush=True)

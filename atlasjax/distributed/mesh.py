@@ -30,8 +30,12 @@ class MeshConfig:
     tensor: int = 1
     sequence: int = 1
 
-    def resolve(self, num_devices: int) -> dict[str, int]:
+    def resolve(self, num_devices: int, platform: str | None = None) -> dict[str, int]:
         """Returns axis → size in the order of the mesh, with -1 filled in, and 1 for a `data` of 0. Without `sequence` if it is 1.
+
+        Args:
+          num_devices: how many devices there are.
+          platform: what they are, "cpu" for example: an error then says how to get as many as are needed.
 
         Raises:
           ValueError: a size is neither positive nor -1 (nor 0 for `data`), more than one is -1, or they do not fit `num_devices`.
@@ -51,11 +55,11 @@ class MeshConfig:
             if num_devices % fixed:
                 raise ValueError(
                     f"mesh {sizes} needs a multiple of {fixed} devices; there are {num_devices}. Change mesh.{free[0]} "
-                    "or the other sizes."
+                    f"or the other sizes.{_remedy(-(-num_devices // fixed) * fixed, platform)}"
                 )
             sizes[free[0]] = num_devices // fixed
         elif fixed > num_devices:
-            raise ValueError(f"mesh {sizes} needs {fixed} devices; there are {num_devices}.")
+            raise ValueError(f"mesh {sizes} needs {fixed} devices; there are {num_devices}.{_remedy(fixed, platform)}")
         return {axis: size for axis, size in sizes.items() if size > 1 or axis not in TIME_AXES}
 
 
@@ -70,7 +74,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
       ValueError: the sizes do not fit the devices (see `MeshConfig.resolve`) or the slices.
     """
     devices = list(jax.devices() if devices is None else devices)
-    shape = config.resolve(len(devices))
+    shape = config.resolve(len(devices), devices[0].platform)
     needed = math.prod(shape.values())
     if needed < len(devices) and jax.process_count() > 1:
         raise ValueError(
@@ -78,6 +82,15 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
             "use all of them. Set one size to -1."
         )
     return Mesh(_arranged(shape, devices[:needed]), tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
+
+
+def _remedy(needed: int, platform: str | None) -> str:
+    """How to get so many devices: a sentence, empty where they are only planned for."""
+    if platform is None:
+        return ""
+    if platform == "cpu" and jax.process_count() == 1:
+        return f" XLA_FLAGS=--xla_force_host_platform_device_count={needed}, set before the start, makes {needed} of this CPU."
+    return " Make a size smaller, or -1, which takes all that there are."
 
 
 def num_slices(devices: Sequence[jax.Device]) -> int:

@@ -34,13 +34,27 @@ def test_sizes(config, shape):
         (MeshConfig(1, 0), "must be positive"),
         (MeshConfig(-2), "must be positive"),
         (MeshConfig(-1, -1), "at most one mesh axis may be -1; got -1 for data and fsdp"),
-        (MeshConfig(-1, 3), "multiple of 3 devices; there are 8"),
-        (MeshConfig(4, 4), "needs 16 devices; there are 8"),
+        (
+            MeshConfig(-1, 3),
+            r"multiple of 3 devices; there are 8\. .* XLA_FLAGS=--xla_force_host_platform_device_count=9, set before",
+        ),
+        (MeshConfig(4, 4), "needs 16 devices; there are 8. XLA_FLAGS=--xla_force_host_platform_device_count=16"),
     ],
 )
 def test_refused(config, words):
     with pytest.raises(ValueError, match=words):
         make_mesh(config)
+
+
+def test_the_remedy_is_that_of_the_platform():
+    """Only of a CPU can there be more devices; a plan has none."""
+    for platform, end in (
+        ("tpu", "Make a size smaller, or -1, which takes all that there are."),
+        (None, "there are 1."),
+    ):
+        with pytest.raises(ValueError, match="needs 2 devices; there are 1") as error:
+            MeshConfig(tensor=2, data=1).resolve(1, platform)
+        assert str(error.value).endswith(end)
 
 
 class Device:
