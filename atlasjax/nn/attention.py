@@ -11,11 +11,12 @@ from atlasjax.mixers import attention
 from atlasjax.mixers.rotary import rotate
 from atlasjax.nn.config import AttentionConfig, AttentionSizes, ModelConfig
 from atlasjax.nn.layers import Linear, RMSNorm
+from atlasjax.nn.module import Module
 from atlasjax.nn.parameters import normal, param
 from atlasjax.nn.partition import mesh_partition
 
 
-class AttentionHeads(nnx.Module):
+class AttentionHeads(Module):
     """Attention up to the heads' outputs, without the output projection. Used by the mixers below and by hybrids.
 
         q, k, v, z = x W (+ b);  q, k = RMSNorm(q), RMSNorm(k)      the norms and z only if the config has them
@@ -141,7 +142,7 @@ def _gated(y: jax.Array, z: jax.Array | None) -> jax.Array:
     return y if z is None else y * jax.nn.sigmoid(z)
 
 
-class AttentionMixer(nnx.Module):
+class AttentionMixer(Module):
     """Causal softmax attention over all tokens: by default that of Transformer++ (Touvron et al. 2023), with RoPE and no biases.
 
         out = attention(x) W_out (+ b)        `AttentionHeads`

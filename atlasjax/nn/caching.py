@@ -9,6 +9,7 @@ from flax import nnx
 
 from atlasjax import check, memory
 from atlasjax.nn.layers import Linear
+from atlasjax.nn.module import Module
 from atlasjax.nn.parameters import param
 
 
@@ -90,7 +91,7 @@ def connector_projection(rule: memory.Rule, dim: int, num_heads: int, key_dim: i
     return None if channels is None else Linear((dim, num_heads, channels), ("embed", "heads", None), rngs=rngs)
 
 
-class CacheGates(nnx.Module):
+class CacheGates(Module):
     """The gates of Memory Caching around a layer's recurrence: u_t = x_t W_u, and one λ per head, initially 0, if `blended`.
 
     Args:

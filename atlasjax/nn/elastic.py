@@ -13,12 +13,13 @@ from atlasjax.nn.attention import output_projection, require_plain_attention
 from atlasjax.nn.cache_check import check_state
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.layers import Linear
+from atlasjax.nn.module import Module
 
 _SLOW_ORDER = 2048  # from this order on, building a block takes seconds
 _NO_LIMIT = 2**31 - 1  # positions are int32
 
 
-class BlockProjections(nnx.Module):
+class BlockProjections(Module):
     """The projections of mixers with block attention: q, k, v = x W_in and the output projection W_out, without biases.
 
     Args:

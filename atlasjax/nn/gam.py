@@ -6,10 +6,11 @@ from flax import nnx
 
 from atlasjax.mixers import gam
 from atlasjax.nn.config import ModelConfig
+from atlasjax.nn.module import Module
 from atlasjax.nn.parameters import normal, param
 
 
-class GAMMixer(nnx.Module):
+class GAMMixer(Module):
     """Gated Associative Memory as a mixer (G §3): `atlasjax.gam.mix`, a short convolution and a read of a learned memory bank.
 
     In the paper's model (6 layers, width 3) it cannot recall anything over more than 13 tokens. The memory bank is the same for

@@ -16,6 +16,7 @@ from atlasjax.memory.check import check_floating
 from atlasjax.memory.products import dense
 from atlasjax.memory.suggested import initial_gates
 from atlasjax.nn.layers import l2_normalize
+from atlasjax.nn.module import Module
 from atlasjax.nn.parameters import normal, param
 
 _KERNEL_SCALE = 0.02
@@ -25,7 +26,7 @@ def _logit(p: np.ndarray) -> np.ndarray:
     return np.log(p) - np.log1p(-p)
 
 
-class GateProjection(nnx.Module):
+class GateProjection(Module):
     """Gates of every token and head, from one float32 projection of the layer input for all gates of the rule.
 
     Args:

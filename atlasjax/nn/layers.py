@@ -10,6 +10,7 @@ from flax import nnx
 from atlasjax.memory.check import check_floating
 from atlasjax.memory.products import dense
 from atlasjax.mixers.convolution import causal_convolution
+from atlasjax.nn.module import Module
 from atlasjax.nn.parameters import normal, param
 
 
@@ -25,7 +26,7 @@ def l2_normalize(x: jax.Array, eps: float = 1e-6) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + eps)
 
 
-class RMSNorm(nnx.Module):
+class RMSNorm(Module):
     """Root-mean-square norm over the last axis with a learned scale (Zhang & Sennrich 2019), computed in float32.
 
     Args:
@@ -50,7 +51,7 @@ class RMSNorm(nnx.Module):
         return (rms_normalize(parts, self.eps).reshape(x.shape) * jnp.broadcast_to(scale, x.shape)).astype(x.dtype)
 
 
-class LayerNorm(nnx.Module):
+class LayerNorm(Module):
     """(x − mean) / √(variance + eps) over the last axis, with a learned scale and bias (Ba et al. 2016), computed in float32.
 
     Args:
@@ -71,7 +72,7 @@ class LayerNorm(nnx.Module):
         return (rms_normalize(y, self.eps) * scale + bias).astype(x.dtype)
 
 
-class Linear(nnx.Module):
+class Linear(Module):
     """x @ kernel (+ bias), with kernel [fan_in, *out] initially normal with standard deviation scale / √fan_in.
 
     Args:
@@ -101,7 +102,7 @@ class Linear(nnx.Module):
         return y if self.bias is None else y + jnp.broadcast_to(self.bias[...].astype(x.dtype), y.shape)
 
 
-class SwiGLU(nnx.Module):
+class SwiGLU(Module):
     """(SiLU(x W_gate) ⊙ x W_wide) W_out (Shazeer 2020), without biases.
 
     Args:
@@ -121,7 +122,7 @@ class SwiGLU(nnx.Module):
         return self.out(jax.nn.silu(h[..., 0, :]) * h[..., 1, :])
 
 
-class GELU(nnx.Module):
+class GELU(Module):
     """gelu(x W + b) W_out + b_out, with the exact GELU (error function).
 
     Args:
@@ -140,7 +141,7 @@ class GELU(nnx.Module):
         return self.out(jax.nn.gelu(self.wide(x), approximate=False))
 
 
-class ChannelMixing(nnx.Module):
+class ChannelMixing(Module):
     """RWKV-7's feed-forward network (Peng et al. 2025), relu(x' W)² W_out without biases, whose input is shifted:
 
         x'_t = x_t + μ ⊙ (x_{t−1} − x_t)
@@ -202,7 +203,7 @@ def dropout(x: jax.Array, rate: float, keys: jax.Array | None) -> jax.Array:
     return jnp.where(kept, x / (1 - rate), jnp.zeros((), x.dtype))
 
 
-class CausalConv(nnx.Module):
+class CausalConv(Module):
     """Depthwise causal convolution over time: y_t = Σ_j kernel[j] ⊙ x_{t − (width − 1) + j}, without a bias.
 
     Args:

@@ -15,6 +15,7 @@ from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.execution import Execution, MemoryCall, execution
 from atlasjax.nn.gates import GateProjection
 from atlasjax.nn.layers import CausalConv, Linear, RMSNorm, l2_normalize
+from atlasjax.nn.module import Module
 from atlasjax.nn.parameters import param, values
 
 
@@ -45,7 +46,7 @@ def memory_params(
     return jax.tree_util.tree_map_with_path(one, initial)
 
 
-class MemoryHeads(nnx.Module):
+class MemoryHeads(Module):
     """One memory per head with its projections, without the output projection. Used by `MemoryMixer` and by hybrids.
 
         q, k, v = SiLU(conv(x W_qkv)),  q and k of unit length            as in DeltaNet
@@ -78,7 +79,7 @@ class MemoryHeads(nnx.Module):
         if rule.has_residual and expansion > 1:
             raise ValueError(
                 f"ModelConfig: value_expansion={expansion} needs a memory without a residual; that of rule "
-                f"{config.memory.rule!r} adds its input to its output."
+                f'{config.memory.rule!r} adds its input to its output. memory.structure="plain_mlp" or "matrix" does not.'
             )
         # q, k, v and output gate in one matmul; v and the gate are `expansion` times as wide as q and k.
         scales = [1.0, 1.0] + [config.value_dim**-0.5] * expansion + [1.0] * (expansion if output_gate else 0)

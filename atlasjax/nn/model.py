@@ -18,6 +18,7 @@ from atlasjax.nn.cache_check import check_cache
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.layers import Linear, dropout
 from atlasjax.nn.mixer_check import why_not_decoded
+from atlasjax.nn.module import Module
 from atlasjax.nn.parameters import normal, param
 from atlasjax.nn.partition import read_table, split_tokens
 from atlasjax.nn.stack import Norms, first_values, make_norm, stack_layers
@@ -38,7 +39,7 @@ class PositionedCache(NamedTuple):
 _Carry = tuple[jax.Array, PyTree]  # the residual stream, and the states of all layers
 
 
-class LanguageModel(nnx.Module):
+class LanguageModel(Module):
     """A decoder-only language model: memories that learn at test time (A §5), or other mixers, in a Llama-like block.
 
     To use it as a pure function, call `graphdef, params = nnx.split(model, nnx.Param)` once and `nnx.merge(graphdef, params)`

@@ -14,6 +14,7 @@ from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.layers import GELU, ChannelMixing, LayerNorm, RMSNorm, SwiGLU, dropout
 from atlasjax.nn.mixer_check import check_own_mixers
 from atlasjax.nn.mixers import FirstValuesMixer, check_caching, extend_layer, make_mixer, observe
+from atlasjax.nn.module import Module
 from atlasjax.nn.parameters import param
 
 Norms = tuple[jax.Array | None, ...]  # each layer's `Rule.weight_norm`
@@ -56,7 +57,7 @@ class _StatefulFFN(Protocol):
     def __call__(self, x: jax.Array, state: PyTree, segment_ids: jax.Array | None) -> tuple[jax.Array, PyTree]: ...
 
 
-class Branch(nnx.Module):
+class Branch(Module):
     """λ ⊙ mixer(x): what a `BranchConfig` adds to a layer's mixer. λ [dim] is initially 0.
 
     Args:
@@ -83,7 +84,7 @@ class Branch(nnx.Module):
         return y * self.scale[None, None].astype(y.dtype), states
 
 
-class Layer(nnx.Module):
+class Layer(Module):
     """x + mixer(norm(x)), then x + ffn(norm(x)). The config may drop the second part (`ffn`), move the norms to the outputs of
     mixer and ffn, drop norm and residual (`block`), and add a second mixer to the first one (`branch`).
 
@@ -207,7 +208,7 @@ class Layer(nnx.Module):
         return x, state, before
 
 
-class Pattern(nnx.Module):
+class Pattern(Module):
     """One repetition of a pattern: consecutive layers with different mixers, used in place of a `Layer`."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):

@@ -19,6 +19,7 @@ from atlasjax.nn.baselines.recurrent import (
 )
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.layers import Linear, RMSNorm, l2_normalize
+from atlasjax.nn.module import Module
 from atlasjax.nn.parameters import param
 from atlasjax.nn.partition import NOT_DIVIDED
 
@@ -39,7 +40,7 @@ class LogLinearTokens(NamedTuple):
     connector: jax.Array | None = None
 
 
-class LevelWeights(nnx.Module):
+class LevelWeights(Module):
     """λ = softplus(scale ⊙ x W): a weight per level, token and head, float32. `scale` is initially one, as published.
 
     Levels beyond the last one share its weight, so all tokens more than 2^14 back are weighted alike.

@@ -15,6 +15,7 @@ from atlasjax.nn.caching import CacheGates
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.execution import MemoryCall, execution
 from atlasjax.nn.layers import CausalConv, Linear, RMSNorm
+from atlasjax.nn.module import Module
 
 
 class RecurrentState(NamedTuple):
@@ -29,7 +30,7 @@ class RecurrentState(NamedTuple):
     recurrence: PyTree
 
 
-class RecurrentMixer(nnx.Module):
+class RecurrentMixer(Module):
     """A mixer in three parts, which subclasses define:
 
         tokens, inputs = project(x, inputs, segment_ids)
@@ -231,7 +232,7 @@ class HeadsMixer(MatrixMixer):
         return self.out(y.reshape(*y.shape[:2], -1))
 
 
-class HeadProjections(nnx.Module):
+class HeadProjections(Module):
     """Several inputs per head in one matmul. With `conv_width` the first three go through SiLU(conv(·)).
 
     Args:

@@ -13,6 +13,7 @@ from atlasjax.nn.attention import output_projection
 from atlasjax.nn.baselines.recurrent import MatrixMixer, RecurrentState, Tokens, float32_product, with_caching
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.layers import Linear, l2_normalize, previous
+from atlasjax.nn.module import Module
 from atlasjax.nn.parameters import param
 
 _NAMES = ("r", "w", "k", "v", "a", "g")
@@ -27,7 +28,7 @@ class RWKV7Rest(NamedTuple):
     gate: jax.Array
 
 
-class LowRank(nnx.Module):
+class LowRank(Module):
     """activation(x W_1) W_2 + b, float32. W_2 is initially small, so that b dominates. As published, without weight decay.
 
     Args:

@@ -21,6 +21,7 @@ from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.hybrids.mag import GatedHeads
 from atlasjax.nn.layers import CausalConv, Linear, RMSNorm, l2_normalize
 from atlasjax.nn.memory_mixer import MemoryHeads, MemoryMixerState
+from atlasjax.nn.module import Module
 from atlasjax.nn.parameters import values
 
 _KeysAndValues = tuple[jax.Array, jax.Array]
@@ -45,7 +46,7 @@ class MACState(NamedTuple):
     retrieved: KVCache
 
 
-class MACMixer(nnx.Module):
+class MACMixer(Module):
     """Memory as a context (Titans Eq. 21–25), in segments of `attention.segment_size` tokens. s: the segment's start.
 
         h_i = M_s(q_i)                        retrieval before the segment is written; q = SiLU(conv(x W_q)) of unit length

@@ -11,6 +11,7 @@ from atlasjax.nn.cache_check import check_state
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.layers import RMSNorm
 from atlasjax.nn.memory_mixer import MemoryHeads, MemoryMixerState
+from atlasjax.nn.module import Module
 
 
 class HybridState(NamedTuple):
@@ -20,7 +21,7 @@ class HybridState(NamedTuple):
     window: KVCache | WindowCache
 
 
-class GatedHeads(nnx.Module):
+class GatedHeads(Module):
     """Attention gated by memory in each head, and the output projection (Titans §4.2):
 
         out = (RMSNorm(attention) ⊙ σ(RMSNorm(memory))) W_out        both norms have a learned scale per channel
@@ -42,7 +43,7 @@ class GatedHeads(nnx.Module):
         return self.out(y.reshape(*y.shape[:2], -1))
 
 
-class MAGMixer(nnx.Module):
+class MAGMixer(Module):
     """Memory as a gate (Titans Eq. 26–28, A Figure 3): sliding-window attention and memory side by side.
 
         a = SWA(x),  m = memory(x)             with separate projections; the attention also sees the persistent tokens

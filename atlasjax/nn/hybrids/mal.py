@@ -9,9 +9,10 @@ from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.hybrids.mag import HybridState
 from atlasjax.nn.layers import RMSNorm
 from atlasjax.nn.memory_mixer import MemoryMixer
+from atlasjax.nn.module import Module
 
 
-class MALMixer(nnx.Module):
+class MALMixer(Module):
     """Memory as a layer (Titans Eq. 29–31): a memory, then sliding-window attention over its output, in one mixer.
 
         y = memory(x)                          `MemoryMixer`, including its output gate and projection
