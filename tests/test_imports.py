@@ -79,6 +79,7 @@ MAY_IMPORT = {
     | FOUNDATION,
     "atlasjax.plan": {"atlasjax", "atlasjax.distributed", "atlasjax.nn", "atlasjax.train"} | FOUNDATION,
 }
+MAY_IMPORT |= {f"atlasjax.{name}": {"atlasjax", "atlasjax.mixers"} for name in ("elastic", "gam")}  # public names
 ON_TOP = {"atlasjax", "atlasjax.__main__", "atlasjax.cli"}  # may import all; nothing below knows the command line
 # Inside `atlasjax.memory`: each room or module and what it may import of it besides itself.
 _SHARED = {"axes", "blocks", "check", "gates", "grid", "layerwise", "limits", "meshes", "products", "rule"}
@@ -194,11 +195,41 @@ def modules_after(statement):
     return set(subprocess.check_output([sys.executable, "-c", code], text=True).split())
 
 
-def test_public_names():
-    """Rooms, and two mixers, are attributes of the package."""
-    code = "import atlasjax; print(atlasjax.elastic.hippo.__name__, atlasjax.gam.__name__, atlasjax.nn.__name__)"
-    printed = subprocess.check_output([sys.executable, "-c", code], text=True).split()
-    assert printed == ["atlasjax.mixers.elastic.hippo", "atlasjax.mixers.gam", "atlasjax.nn"]
+# Prints every public module: the name it is asked by, and its own. In a process in which nothing else has been imported.
+_AS_ATTRIBUTES = """
+import types, atlasjax
+def show(name, module, seen):
+    print(name, module.__name__)
+    public = dir(module) if module is atlasjax else getattr(module, "__all__", ())
+    for part in public:
+        value = getattr(module, part)
+        if isinstance(value, types.ModuleType) and value.__name__.startswith("atlasjax") and value not in seen:
+            show(f"{name}.{part}", value, [*seen, value])
+show("atlasjax", atlasjax, [atlasjax])
+"""
+_IMPORTED = """
+import importlib, sys
+for name in sys.argv[1:]:
+    module = importlib.import_module(name)
+    parent, _, last = name.rpartition(".")
+    scope = {}
+    exec(f"from {parent} import {last} as second; import {name} as third" if parent else "second = third = None", scope)
+    assert not parent or scope["second"] is scope["third"] is module, name
+    print(name, module.__name__)
+"""
+
+
+def test_public_modules_are_attributes_and_can_be_imported():
+    """The same module in both ways, whichever comes first: `from atlasjax.elastic import hippo`, `atlasjax.elastic.hippo`."""
+    run = lambda *code: subprocess.check_output([sys.executable, "-c", *code], text=True).splitlines()
+    attributes = run(_AS_ATTRIBUTES)
+    found = dict(line.split() for line in attributes)
+    documented = {f"atlasjax.{page.stem}" for page in (ROOT / "docs/api").glob("*.md")} - {"atlasjax.shapes"}
+    assert documented <= set(found)
+    assert found["atlasjax.elastic.hippo"] == "atlasjax.mixers.elastic.hippo"
+    assert found["atlasjax.memory.structures"] == "atlasjax.memory.axes.structures"
+    names = sorted(found, reverse=True)  # the inner ones first
+    assert sorted(run(_IMPORTED, *names)) == sorted(attributes)
 
 
 def test_importing_costs_what_jax_costs():

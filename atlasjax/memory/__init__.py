@@ -5,6 +5,8 @@ params = memory.init_params(rule, key, num_heads=4, key_dim=64, value_dim=64)
 y, state = memory.scan(rule, params, None, q, k, v, gates)
 """
 
+import sys
+
 from atlasjax.memory.api import init_params, init_state, read, reference, scan, soup, step
 from atlasjax.memory.axes import features, objectives, optimizers, retention, structures
 from atlasjax.memory.backends import BACKENDS, Backend, register_backend
@@ -19,6 +21,10 @@ from atlasjax.memory.rule import Rule
 from atlasjax.memory.saved import load, save
 from atlasjax.memory.softmax import SoftmaxParams, SoftmaxRule, SoftmaxState
 from atlasjax.memory.suggested import suggested_gates
+
+# The parts of a rule are public as `atlasjax.memory.structures` and so on, wherever their files are.
+for _part in (features, objectives, optimizers, retention, structures):
+    sys.modules[_part.__name__.replace(".axes.", ".", 1)] = _part
 
 __all__ = [
     "BACKENDS",

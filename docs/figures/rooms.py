@@ -64,7 +64,7 @@ def imports() -> dict[str, set[str]]:
             others = {room(name) for name in imported(path) if name.split(".")[0] in PACKAGES and "__" not in name}
             found[here] = found.get(here, set()) | (others - {here})
     # The package itself loads its rooms when they are asked for, and `python -m` its command.
-    left_out = {"atlasjax", "__main__", *FOUNDATION}
+    left_out = {"atlasjax", "__main__", "elastic", "gam", *FOUNDATION}  # the last two are names of mixers
     return {name: others - left_out for name, others in found.items() if name not in left_out}
 
 
