@@ -47,6 +47,9 @@ class _Structure(Protocol):
     @property
     def residual(self) -> bool: ...
 
+    @property
+    def norm(self) -> bool: ...
+
 
 def check_arrays(where: str, **arguments: object) -> None:
     """Raises TypeError unless all leaves of the arguments are arrays that JAX accepts. Gates may be numbers. None is skipped."""
@@ -205,12 +208,18 @@ def whole_gates(rule: AnyRule, gates: Gates, q: jax.Array, v: jax.Array, where: 
     return Gates(**{name: whole(name, gate) for name, gate in gates._asdict().items()})
 
 
-def check_residual(structure: _Structure, key_dim: int, value_dim: int) -> None:
-    """Raises ValueError if a structure has a residual and key_dim ≠ value_dim."""
+def check_output(structure: _Structure, key_dim: int, value_dim: int) -> None:
+    """Raises ValueError if a structure has a residual and key_dim ≠ value_dim, or a norm and values of one number."""
+    if structure.norm and value_dim == 1:
+        raise ValueError(
+            f"memory.init_params: {structure!r} has a LayerNorm, which is zero for a single number; value_dim must be ≥ 2, got 1, "
+            "or the structure without a norm."
+        )
     if structure.residual and key_dim != value_dim:
         raise ValueError(
             f"memory.init_params: {structure!r} adds its input to its output, so key_dim must equal value_dim, "
-            f"got key_dim={key_dim}, value_dim={value_dim}."
+            f"got key_dim={key_dim}, value_dim={value_dim}. Others do not: dataclasses.replace(rule, "
+            "structure=structures.PlainMLP()), or structures.Matrix()."
         )
 
 

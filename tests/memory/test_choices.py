@@ -1,5 +1,6 @@
 """Features, objectives and the rule itself."""
 
+import dataclasses
 import itertools
 import math
 
@@ -213,6 +214,29 @@ def test_residual_needs_equal_sizes():
         memory.init_params(rules.titans(), jax.random.key(0), num_heads=1, key_dim=4, value_dim=8)
 
 
+def test_a_norm_needs_more_than_one_number():
+    with pytest.raises(ValueError, match="zero for a single number; value_dim must be ≥ 2, got 1"):
+        memory.init_params(rules.ttt_mlp(), jax.random.key(0), num_heads=1, key_dim=1, value_dim=1)
+
+
+@pytest.mark.parametrize("rule", [rules.titans(4), rules.atlas(4), rules.omeganet(4), rules.yaad(4), rules.dot(4)])
+def test_scalar_values(rule):
+    """Memories of numbers: refused with a residual, in words that name what has none, and that works."""
+    make = lambda rule: memory.init_params(rule, jax.random.key(0), num_heads=1, key_dim=3, value_dim=1)
+    with pytest.raises(ValueError, match=r"dataclasses\.replace\(rule, structure=structures\.PlainMLP\(\)\)") as error:
+        make(rule)
+    assert "\n" not in str(error.value)
+    rule = dataclasses.replace(rule, structure=structures.PlainMLP(expansion=2))
+    params, q = make(rule), jax.random.normal(jax.random.key(1), (1, 9, 1, 3)) / 3**0.5
+    gates = memory.suggested_gates(rule, batch_size=1, time=9, num_heads=1, key_dim=3, value_dim=1)
+    y, state = memory.scan(rule, params, None, q, q, q[..., :1], gates)
+    expected, _ = memory.reference(rule, params, None, q, q, q[..., :1], gates)
+    assert y.shape == (1, 9, 1, 1)
+    assert jnp.allclose(y, expected, atol=1e-5 * float(jnp.abs(expected).max()))
+    assert float(jnp.abs(memory.read(rule, params, state, q)).max()) > 0
+
+
+@dataclasses.dataclass(frozen=True)
 class Falling(features.Features):
     """16 features of keys of size 4, and 12 of those of size 8."""
 

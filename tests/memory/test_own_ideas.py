@@ -79,11 +79,27 @@ def test_suggested_gates(name):
     assert max(jax.tree.leaves(moved)) > 0
 
 
+class Undecorated(objectives.Objective):
+    def loss(self, out, v, threshold=None):
+        return jnp.sum(jnp.abs(out - v), axis=-1)
+
+
+@dataclasses.dataclass(eq=False)
+class Unfrozen(retention.Retention):
+    pass
+
+
+class Inheriting(LogCosh):
+    """Of a frozen dataclass, with nothing of its own to compare: it is one too."""
+
+
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
         ({"objective": object()}, "objective must be a atlasjax.memory.axes.objectives.Objective, got <object"),
         ({"objective": LogCosh}, r"Give an instance, LogCosh\(...\), not the class"),
+        ({"objective": Undecorated()}, r"objective must be a frozen dataclass, .* above class Undecorated\.$"),
+        ({"retention": Unfrozen()}, r"retention must be a frozen dataclass, .* above class Unfrozen\.$"),
         ({"optimizer": Adam(b1=[0.9])}, "optimizer=Adam.* must be hashable to be static under jit"),
         ({"optimizer": dataclasses.replace(SignMomentum()), "chunk_size": 0}, "chunk_size must be an integer ≥ 1"),
         ({"retention": SoftThreshold(), "optimizer": optimizers.Implicit()}, "is known for a decay α M only"),
@@ -93,6 +109,13 @@ def test_mistakes_are_named(choices, message):
     known = {"structure": structures.Matrix(), "chunk_size": 1, **choices}
     with pytest.raises(ValueError, match=message):
         MemoryRule(**known)
+
+
+def test_equal_parts_make_equal_rules():
+    """Rules that are made alike are one program under jit."""
+    one, other = (MemoryRule(structures.Matrix(), Inheriting(), chunk_size=1) for _ in range(2))
+    assert one == other
+    assert hash(one) == hash(other)
 
 
 class WrongFeatures(RandomFourier):
@@ -183,6 +206,7 @@ def test_a_part_that_returns_a_wrong_shape_is_named(choices, message):
 
 
 def test_a_missing_method_is_named():
+    @dataclasses.dataclass(frozen=True)
     class Empty(objectives.Objective):
         pass
 

@@ -12,6 +12,7 @@ from atlasjax import cli, memory
 from atlasjax.memory import features, objectives, optimizers, retention, structures
 
 
+@dataclasses.dataclass(frozen=True)
 class Loss(objectives.Objective):
     def loss(self, out, v, threshold=None):
         return jnp.sum((out - v) ** 2, axis=-1)
@@ -37,6 +38,7 @@ class Number(Loss):
         return float(jnp.sum((out - v) ** 2))
 
 
+@dataclasses.dataclass(frozen=True)
 class Unwritten(objectives.Objective):
     pass
 
@@ -82,6 +84,7 @@ class Misnamed(Shaped):
         return {"W": linear("W", x)}["V"]
 
 
+@dataclasses.dataclass(frozen=True)
 class Descent(optimizers.Optimizer):
     def update(self, state, gradient, step_size, momentum_decay):
         return {name: -step_size * g for name, g in gradient.items()}, state
@@ -107,11 +110,18 @@ class Branching(Descent):
         return super().update(state, gradient, step_size, momentum_decay) if step_size > 0 else (gradient, state)
 
 
+@dataclasses.dataclass(frozen=True)
+class Unmoving(optimizers.Optimizer):
+    pass
+
+
+@dataclasses.dataclass(frozen=True)
 class Ungated(retention.Retention):
     def decay(self, weight):
         return weight
 
 
+@dataclasses.dataclass(frozen=True)
 class Unmapped(retention.Retention):
     def map(self, accumulator):
         return accumulator[0]
@@ -143,6 +153,7 @@ class Fixed(Wide):
         return 8
 
 
+@dataclasses.dataclass(frozen=True)
 class Undimensioned(features.Features):
     pass
 
@@ -189,7 +200,7 @@ _MISTAKES = {
     "theta": ({"optimizer": Decayed()}, "(momentum_decay is None; with has_momentum = True it is the gate)."),
     "state": ({"optimizer": Stateless()}, "it is the gate; state is None, as init returns)."),
     "if": ({"optimizer": Branching()}, _TRACED),
-    "no update": ({"optimizer": optimizers.Optimizer()}, "Optimizer.update is not implemented."),
+    "no update": ({"optimizer": Unmoving()}, "Unmoving.update is not implemented."),
     "decay": ({"retention": Ungated()}, "Ungated.decay failed: Ungated.decay() takes 2 positional arguments but 3 were given."),
     "map": ({"retention": Unmapped()}, "Unmapped.map returned shape (4,) for a weight of shape (4, 4); it should be (4, 4)."),
     "degree_one": (
@@ -270,6 +281,7 @@ def test_traits_of_an_optimizer_are_checked(traits, words):
     assert "\n" not in str(error.value)
 
 
+@dataclasses.dataclass(frozen=True)
 class Counted(optimizers.Optimizer):
     """Its state is float32, whatever the weights are."""
 

@@ -26,11 +26,13 @@ class Own(structures.Structure):
         return sum(linear(name, x) for name in self.names)
 
 
+@dataclasses.dataclass(frozen=True)
 class Unsummed(objectives.Objective):
     def loss(self, out, v, threshold=None):
         return (out - v) ** 2
 
 
+@dataclasses.dataclass(frozen=True)
 class Total(objectives.Objective):
     def loss(self, out, v, threshold=None):
         return jnp.sum((out - v) ** 2)

@@ -42,6 +42,7 @@ class Unsorted(structures.Structure):
         return linear("out", jnp.tanh(linear("hidden", x)))
 
 
+@dataclasses.dataclass(frozen=True)
 class Unsummed(objectives.Objective):
     def loss(self, out, v, threshold=None):
         return (out - v) ** 2
@@ -110,6 +111,7 @@ class PostNorm(structures.Structure):
         return structures.layer_norm(skip + linear("W1", jnp.tanh(linear("W2", x))), norm)
 
 
+@dataclasses.dataclass(frozen=True)
 class Anchor(optimizers.Optimizer):
     """Keeps the first memory."""
 

@@ -1,5 +1,6 @@
 """The base class of all choices of a rule: traits, and claims that are not inherited."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -27,6 +28,12 @@ def check_choice(owner: str, name: str, value: object, kind: type[Axis]) -> None
     if not isinstance(value, kind):
         hint = f" Give an instance, {value.__name__}(...), not the class." if isinstance(value, type) else ""
         raise ValueError(f"{owner}: {name} must be a {kind.__module__}.{kind.__name__}, got {value!r}.{hint}")
+    # Another object would be another key of jit's cache, also if it is made alike, and a change of it would not be seen.
+    if not (dataclasses.is_dataclass(value) and value.__dataclass_params__.frozen):
+        raise ValueError(
+            f"{owner}: {name} must be a frozen dataclass, so that equal ones are compiled once; put "
+            f"@dataclasses.dataclass(frozen=True) above class {type(value).__name__}."
+        )
     try:
         hash(value)
     except TypeError as error:

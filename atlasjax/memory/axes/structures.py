@@ -171,13 +171,16 @@ class MLP(Structure):
         return {f"W{i + 1}": (widths[i], widths[i + 1]) for i in range(self.depth)}
 
     def apply(self, linear: Linear, x: jax.Array, skip: jax.Array | None, norm: Mapping | None) -> jax.Array:
+        assert skip is not None
+        return skip + self._branch(linear, x, norm)
+
+    def _branch(self, linear: Linear, x: jax.Array, norm: Mapping | None) -> jax.Array:
         activation = ACTIVATIONS[self.activation]
         h = x
         for i in range(self.depth, 1, -1):
             h = activation(linear(f"W{i}", h))
         out = linear("W1", h)
-        assert skip is not None
-        return skip + (layer_norm(out, norm) if norm is not None else out)
+        return layer_norm(out, norm) if norm is not None else out
 
     def curvature(self, value_dim: int) -> float:
         # A LayerNorm divides by the variance of its input: about 1/value_dim at depth 1, and a quarter of that for each further
@@ -188,6 +191,28 @@ class MLP(Structure):
         return (f"residual MLP, {self.depth} matrices, {self.expansion}×" if self.depth > 1 else "residual matrix") + (
             ", LayerNorm" if self.norm else ""
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class PlainMLP(MLP):
+    """M(x) = W1 σ(W2 σ(… x)): `MLP` without the residual, for values of another size than keys, such as one number (value_dim = 1).
+
+    Attributes:
+      expansion: hidden width / feature_dim: a value may be too small to set the width.
+    """
+
+    residual = False
+
+    def weight_shapes(self, feature_dim: int, value_dim: int) -> dict[str, tuple[int, int]]:
+        hidden = self.expansion * feature_dim
+        widths = [value_dim, *[hidden] * (self.depth - 1), feature_dim]
+        return {f"W{i + 1}": (widths[i], widths[i + 1]) for i in range(self.depth)}
+
+    def apply(self, linear: Linear, x: jax.Array, skip: jax.Array | None, norm: Mapping | None) -> jax.Array:
+        return self._branch(linear, x, norm)
+
+    def summary(self) -> str:
+        return f"MLP, {self.depth} matrices, {self.expansion}×" + (", LayerNorm" if self.norm else "")
 
 
 @dataclasses.dataclass(frozen=True)

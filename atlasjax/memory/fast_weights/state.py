@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from atlasjax.memory.axes.optimizers import OptimizerState
-from atlasjax.memory.check import check_floating, check_residual, check_shape
+from atlasjax.memory.check import check_floating, check_output, check_shape
 from atlasjax.memory.choices import check_choices, check_parts
 from pallas_kernels.arguments import wide_dtype
 
@@ -80,7 +80,7 @@ def init_params(rule: "MemoryRule", key: PRNGKeyArray, *, num_heads: int, key_di
         shape.
     """
     check_parts(rule, key_dim, value_dim, key)
-    check_residual(rule.structure, key_dim, value_dim)
+    check_output(rule.structure, key_dim, value_dim)
     feature_dim = rule.features.dim(key_dim)
     weights = jax.vmap(lambda k: rule.structure.init(k, feature_dim, value_dim))(jax.random.split(key, num_heads))
     initial = rule.features.init()

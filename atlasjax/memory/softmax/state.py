@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from atlasjax import check
-from atlasjax.memory.check import check_floating, check_residual, check_shape
+from atlasjax.memory.check import check_floating, check_output, check_shape
 from atlasjax.memory.choices import check_softmax_choices
 from pallas_kernels.arguments import wide_dtype
 
@@ -111,7 +111,7 @@ def init_params(
         returns a wrong shape.
     """
     check_softmax_choices(rule, value_dim)
-    check_residual(rule.structure, key_dim, value_dim)
+    check_output(rule.structure, key_dim, value_dim)
     weights = jax.vmap(lambda k: rule.structure.init(k, 1, value_dim))(jax.random.split(key, num_heads))
     weights.pop(rule.inner)
     return SoftmaxParams(weights, num_heads, key_dim, value_dim)
