@@ -96,7 +96,7 @@ def import_weights(
         source, target = local_path(path), local_path(run_dir)
         check_path(target)
     given = _peer_config(source)
-    for name in _COPIED:
+    for name in _copied(source):
         check_file(source / name)
     family = _family(given)
     with tensors.Folder(source) as folder:
@@ -118,7 +118,7 @@ def import_weights(
         with new_folder(target) as partial:
             text.save(partial / "tokenizer")
             write_whole(partial / "config.json", (json.dumps(to_dict(config), indent=2) + "\n").encode())
-            _copy(source, partial / PEER, _COPIED)
+            _copy(source, partial / PEER, _copied(source))
             manifest.save(partial / PEER, family.name, folder)
             kept.save(partial / PEER, folder, extra)
             params = _params(model, shapes, pieces, folder)
@@ -201,7 +201,7 @@ def export_weights(
             write_whole(partial / "config.json", (json.dumps(given, indent=2) + "\n").encode())
             _copy(run / "tokenizer", partial, _OWN_TOKENIZERS)
         else:
-            _copy(peer, partial, _COPIED)
+            _copy(peer, partial, _copied(peer))
     count = sum(len(content["tensors"]) for content in files.values())
     return Converted(family.name, sum(x.size for x in params.values()), count, len(extra))
 
@@ -372,10 +372,18 @@ def _tokenizer(source: pathlib.Path, spec: str | None) -> tuple[str, Tokenizer]:
     raise ConfigError(f"{reasons[0]} Give another one with --tokenizer.")
 
 
+def _copied(folder: AnyPath) -> tuple[str, ...]:
+    """Names of files that a run keeps of imported weights: `_COPIED`, and chat templates with names of their own."""
+    more = folder / "additional_chat_templates"
+    names = sorted(file.name for file in more.iterdir() if file.name.endswith(".jinja")) if more.is_dir() else []
+    return (*_COPIED, *(f"{more.name}/{name}" for name in names))
+
+
 def _copy(source: AnyPath, target: pathlib.Path, names: Iterable[str] | Mapping[str, str]) -> None:
     """Copies the files that are there; a mapping gives them other names."""
     target.mkdir(exist_ok=True)
     for name in names:
         if (source / name).is_file():
             renamed = names[name] if isinstance(names, Mapping) else name
+            (target / renamed).parent.mkdir(exist_ok=True)
             write_whole(target / renamed, (source / name).read_bytes())

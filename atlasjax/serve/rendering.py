@@ -22,7 +22,7 @@ SECONDS = 5.0  # for a text; a usual template takes a millisecond
 _START_SECONDS = 60.0  # for Python and Jinja on a busy machine
 _MOST = 2**23  # characters of a text
 _SPARE_SECONDS = 1.0  # after which a process ends itself
-_VARIABLES = ("PATH", "PYTHONHOME", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT")
+_VARIABLES = ("PATH", "PYTHONHOME", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT", "TZ")
 
 
 class RenderingError(ValueError):
@@ -35,6 +35,9 @@ class Renderer:
     Args:
       template: its source.
 
+    Attributes:
+      reads: the names of the variables that the template uses.
+
     Raises:
       ImportError: jinja2 is not installed.
       RenderingError: the source is not a template.
@@ -42,6 +45,7 @@ class Renderer:
 
     def __init__(self, template: str):
         self._template = template
+        self.reads: frozenset[str] = frozenset()
         self._idle: list[_Process] = []
         self._lock = threading.Lock()
         self._idle.append(self._started())
@@ -59,18 +63,18 @@ class Renderer:
         answer = process.ask(variables, SECONDS)
         with self._lock:
             self._idle.append(process)
-        return _text(answer)
+        return _checked(answer)["text"]
 
     def _started(self) -> "_Process":
         process = _Process()
-        _text(process.ask({"template": self._template}, SECONDS))
+        self.reads = frozenset(_checked(process.ask({"template": self._template}, SECONDS))["reads"])
         return process
 
 
-def _text(answer: dict[str, str]) -> str:
+def _checked(answer: dict[str, Any]) -> dict[str, Any]:
     if "error" in answer:
         raise RenderingError(answer["error"])
-    return answer["text"]
+    return answer
 
 
 class _Process:
@@ -100,7 +104,7 @@ class _Process:
         """Whether it can be asked."""
         return self.end.alive and self._process.poll() is None
 
-    def ask(self, question: dict[str, Any], seconds: float) -> dict[str, str]:
+    def ask(self, question: dict[str, Any], seconds: float) -> dict[str, Any]:
         """The answer. If there is none in time, the process is ended. Raises RenderingError."""
         deadline = time.monotonic() + seconds
         content = json.dumps(question).encode()

@@ -183,8 +183,12 @@ def _saved_tokenizer(run_dir: storage.AnyPath) -> Tokenizer:
     return tokenizer
 
 
-# Read by `interop.text_ends` and `serve.chat`.
-_TEXT_ENDS = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "chat_template.jinja")
+# Read by `interop.text_ends` and `serve.templates`.
+_TEXT_ENDS = (
+    "config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "special_tokens_map.json",
+    "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+_TEMPLATES = "additional_chat_templates"
 
 
 def write_run_files(setup: Setup) -> None:
@@ -201,10 +205,14 @@ def write_run_files(setup: Setup) -> None:
     setup.tokenizer.save(run_dir / "tokenizer")
     if setup.config.init_from is None:
         return
-    for name in _TEXT_ENDS:
-        given, own = run_folder(setup.config.init_from) / "peer" / name, run_dir / "peer" / name
+    peer = run_folder(setup.config.init_from) / "peer"
+    more = (
+        [f"{_TEMPLATES}/{file.name}" for file in (peer / _TEMPLATES).iterdir()] if (peer / _TEMPLATES).is_dir() else []
+    )
+    for name in (*_TEXT_ENDS, *more):
+        given, own = peer / name, run_dir / "peer" / name
         if given.is_file() and not own.is_file():
-            own.parent.mkdir(exist_ok=True)
+            own.parent.mkdir(parents=True, exist_ok=True)
             storage.write_whole(own, given.read_bytes())
 
 

@@ -24,7 +24,7 @@ from tests.train.tiny import TEXT
 
 
 def files(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize(
@@ -42,6 +42,8 @@ def test_round_trip_is_exact(tmp_path, name, dtype, count):
     others = "generation_config processor_config preprocessor_config video_preprocessor_config chat_template"
     for beside in others.split():
         (source / f"{beside}.json").write_text("{}")
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates/tool_use.jinja").write_text("{{ tools }}")
     done = import_weights(source, tmp_path / "run", tokenizer="byte")
     assert (done.family, done.tensors) == (
         name.removesuffix(" tied").partition(" with ")[0],

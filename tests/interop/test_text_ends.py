@@ -51,6 +51,8 @@ def test_a_run_that_starts_from_an_imported_one_has_them_too(tmp_path):
     peer.mkdir(parents=True)
     (peer / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
     (peer / "chat_template.jinja").write_text("{{ messages }}")
+    (peer / "additional_chat_templates").mkdir()
+    (peer / "additional_chat_templates/tool_use.jinja").write_text("{{ tools }}")
     (peer / "manifest.json").write_text("{}")
     config = TrainConfig(ModelConfig(), run_dir=str(tmp_path / "new"), init_from=str(tmp_path / "imported"))
     write_run_files(types.SimpleNamespace(config=config, tokenizer=ByteTokenizer()))
@@ -58,7 +60,9 @@ def test_a_run_that_starts_from_an_imported_one_has_them_too(tmp_path):
     assert {path.name for path in (tmp_path / "new/peer").iterdir()} == {
         "generation_config.json",
         "chat_template.jinja",
+        "additional_chat_templates",
     }
+    assert (tmp_path / "new/peer/additional_chat_templates/tool_use.jinja").read_text() == "{{ tools }}"
     (peer / "chat_template.jinja").unlink()
     write_run_files(types.SimpleNamespace(config=config, tokenizer=ByteTokenizer()))  # resumed
     assert (tmp_path / "new/peer/chat_template.jinja").read_text() == "{{ messages }}"

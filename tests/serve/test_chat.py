@@ -128,7 +128,7 @@ def test_what_a_template_does_wrong_is_one_line():
     pytest.importorskip("jinja2", reason="needs the extra 'serve' (jinja2)")
     cases = "".join(f"{{% elif messages[0].content == '{name}' %}}{{{{ {does} }}}}" for name, does in WRONG.items())
     chat = TemplateChat("{% if messages[0].content == 'ok' %}fine" + cases + "{% endif %}", {})
-    process = chat._renderer._idle[0]
+    process = chat._renderers["default"]._idle[0]
     for content, words in {
         "zero": "ZeroDivisionError: ",
         "huge": "OverflowError: ",
@@ -144,7 +144,7 @@ def test_what_a_template_does_wrong_is_one_line():
             chat.text([Message("user", content)])
         assert "\n" not in str(caught.value)
         assert chat.text([Message("user", "ok")]) == "fine"
-    assert chat._renderer._idle == [process]
+    assert chat._renderers["default"]._idle == [process]
 
 
 WRONG = {
@@ -164,11 +164,11 @@ def test_a_template_that_takes_long_is_ended(monkeypatch):
     """In time, while others are rendered; the process that rendered it is gone."""
     pytest.importorskip("jinja2", reason="needs the extra 'serve' (jinja2)")
     chat = TemplateChat("{% if messages|length > 1 %}" + LONG + "{% endif %}fine", {})
-    (process,) = chat._renderer._idle
+    (process,) = chat._renderers["default"]._idle
     monkeypatch.setattr(rendering, "SECONDS", 0.5)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         looping = pool.submit(chat.text, MESSAGES)
-        while chat._renderer._idle:
+        while chat._renderers["default"]._idle:
             time.sleep(0.01)
         time.sleep(0.2)
         monkeypatch.setattr(rendering, "SECONDS", 60.0)
@@ -185,8 +185,8 @@ LONG = "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfo
 def test_a_process_that_was_killed_is_replaced():
     pytest.importorskip("jinja2", reason="needs the extra 'serve' (jinja2)")
     chat = TemplateChat(TEMPLATE, {"bos_token": "", "eos_token": ""})
-    chat._renderer._idle[0]._process.kill()
-    chat._renderer._idle[0]._process.wait()
+    chat._renderers["default"]._idle[0]._process.kill()
+    chat._renderers["default"]._idle[0]._process.wait()
     assert chat.text(MESSAGES[1:2]) == "<user>Who?\n<assistant>"
 
 
@@ -194,7 +194,7 @@ def test_a_renderer_ends_its_processes_and_gives_them_no_secret(monkeypatch):
     pytest.importorskip("jinja2", reason="needs the extra 'serve' (jinja2)")
     monkeypatch.setenv("ATLASJAX_SERVE_TOKEN", "a-secret")
     chat = TemplateChat("fine", {})
-    process = chat._renderer._idle[0]._process
+    process = chat._renderers["default"]._idle[0]._process
     environment = pathlib.Path(f"/proc/{process.pid}/environ")
     if environment.exists():
         assert b"a-secret" not in environment.read_bytes()

@@ -383,7 +383,7 @@ def test_a_template_that_loops_or_errs_keeps_nobody_from_an_answer(tmp_path, mon
     with serving(tmp_path, chat=chat) as (address, _), concurrent.futures.ThreadPoolExecutor(6) as pool:
         post = lambda text: raw(address, "POST", "/v1/chat/completions", json.dumps(ask(text)).encode())
         looping = [pool.submit(post, "loop") for _ in range(6)]
-        until(lambda: not chat._renderer._idle)
+        until(lambda: not chat._renderers["default"]._idle)
         assert raw(address, "GET", "/health")[0] == 200
         assert client_of(address).completions.create(prompt="a", **OPTIONS).usage.completion_tokens == 12
         for found in looping:
