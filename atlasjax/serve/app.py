@@ -18,7 +18,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from atlasjax.generate import Context
 from atlasjax.serve import batching, protocol, requests
-from atlasjax.serve.chat import Before, Chat
+from atlasjax.serve.chat import Before, Chat, VariableError
 from atlasjax.serve.limits import Limits
 from atlasjax.serve.memories import InUseError, Memories
 from atlasjax.serve.protocol import Parsed, RequestError, Responses
@@ -240,7 +240,7 @@ class _Generation:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(service.limits.seconds):
-                tokens = await loop.run_in_executor(self._threads, self._tokens, parsed, context)
+                tokens, ignored = await loop.run_in_executor(self._threads, self._tokens, parsed, context)
         except TimeoutError:
             seconds = service.limits.seconds
             raise RequestError(503, f"the text was not put together after {seconds:g} s.", code="timeout") from None
@@ -267,7 +267,7 @@ class _Generation:
             raise RequestError(503, str(error)) from None
         except ValueError as error:
             raise RequestError(400, str(error)) from None
-        responses = Responses(service.name, self._chat)
+        responses = Responses(service.name, self._chat, ignored, parsed.stream and parsed.include_usage)
         numbers = lambda done: protocol.usage(len(tokens), len(done.tokens))
         try:
             if parsed.stream:
@@ -330,26 +330,31 @@ class _Generation:
         with _memory_errors():
             return await asyncio.to_thread(memories.load, parsed.memory)
 
-    def _tokens(self, parsed: Parsed, context: Context | None) -> np.ndarray:
+    def _tokens(self, parsed: Parsed, context: Context | None) -> tuple[np.ndarray, tuple[str, ...]]:
+        """The tokens of the text, and what of the request has no effect."""
         service, prompt = self._service, parsed.prompt
         if self._chat:
             note = "" if context is None else context.note
             before: Before = "nothing" if context is None else "answer" if note.startswith(_ANSWER) else "text"
             try:
-                tokens = service.chat.tokens(service.tokenizer, prompt, before)  # type: ignore[arg-type]
+                tokens = service.chat.tokens(service.tokenizer, prompt, before, parsed.variables)  # type: ignore[arg-type]
+                ignored = service.chat.ignored(prompt, parsed.variables)  # type: ignore[arg-type]
+            except VariableError as error:
+                raise RequestError(400, str(error), param="chat_template_kwargs") from None
             except ValueError as error:
                 raise RequestError(400, str(error), param="messages") from None
             # The memory has the token that ended its answer.
-            return tokens[1:] if len(tokens) > 1 and note == f"{_ANSWER} {tokens[0]}" else tokens
+            held = len(tokens) > 1 and note == f"{_ANSWER} {tokens[0]}"
+            return tokens[1:] if held else tokens, parsed.ignored + ignored
         if isinstance(prompt, str):
-            return np.asarray(service.tokenizer.encode(prompt) if prompt else [], np.int32)
+            return np.asarray(service.tokenizer.encode(prompt) if prompt else [], np.int32), parsed.ignored
         most = service.tokenizer.vocab_size
         wrong = next((i for i in prompt if isinstance(i, int) and not 0 <= i < most), None)
         if wrong is not None:
             raise RequestError(
                 400, f"prompt has the token {wrong!s:.200}; it should be in [0, {most}).", param="prompt"
             )
-        return np.asarray(prompt, np.int32)
+        return np.asarray(prompt, np.int32), parsed.ignored
 
 
 def _note(tokens: Sequence[int], end_tokens: Collection[int]) -> str:

@@ -137,9 +137,8 @@ class Batcher:
         prompt, context = np.asarray(request.tokens), request.context
         check.plain_array("Request", "tokens", request.tokens)
         check.integer("Request", "max_tokens", request.max_tokens, 0)
-        check.require(
-            check.is_integer(request.seed, 0) and request.seed < 2**32, "seed", request.seed, "an integer in [0, 2^32)"
-        )
+        is_seed = type(request.seed) is int and -(2**63) <= request.seed < 2**64
+        check.require(is_seed, "seed", request.seed, "an integer in [-2^63, 2^64)")
         if prompt.ndim != 1 or (prompt.size and not np.issubdtype(prompt.dtype, np.integer)):
             raise ValueError(f"tokens is {prompt.dtype} {list(prompt.shape)}; it should be integers [time].")
         check_tokens(prompt, self.model.config.vocab_size, "tokens")

@@ -40,6 +40,10 @@ class Message:
         check.instance("Message", "name", self.name, str, optional=True)
 
 
+class VariableError(ValueError):
+    """A variable for a template that it does not read, or that cannot be given to it."""
+
+
 Before = Literal["nothing", "text", "answer"]
 """What a memory ends with, after which messages come."""
 
@@ -74,7 +78,7 @@ class PlainChat:
         _check_variables(variables, self.reads)
         return tokenizer.encode(self.text(messages, before))
 
-    def ignored(self, messages: Sequence[Message]) -> tuple[str, ...]:
+    def ignored(self, messages: Sequence[Message], variables: Mapping[str, Any] = {}) -> tuple[str, ...]:
         """What of the messages is not in the text: names of those who say them."""
         return ("messages.name",) if any(message.name is not None for message in messages) else ()
 
@@ -160,12 +164,13 @@ class TemplateChat:
         ]
         return tokenizer.encode_controlled(self.text(guarded, before, _guarded(tokenizer, variables)))
 
-    def ignored(self, messages: Sequence[Message]) -> tuple[str, ...]:
+    def ignored(self, messages: Sequence[Message], variables: Mapping[str, Any] = {}) -> tuple[str, ...]:
         """What of the messages is not in the text: names, if the template does not show them."""
         if all(message.name is None for message in messages):
             return ()
         nameless = [dataclasses.replace(message, name=None) for message in messages]
-        return ("messages.name",) if self.text(nameless) == self.text(messages) else ()
+        shown = self.text(nameless, variables=variables) != self.text(messages, variables=variables)
+        return () if shown else ("messages.name",)
 
     def check(self, tokenizer: "Tokenizes") -> None:
         """Checks that what the template writes as tokens are tokens.
@@ -224,7 +229,7 @@ def _check_variables(variables: Mapping[str, Any], reads: frozenset[str]) -> Non
     for name in variables:
         if name not in reads:
             known = f"it reads {', '.join(sorted(reads))}" if reads else "there is nothing else that it reads"
-            raise ValueError(f"the chat template does not read {name!r:.100}; {known}.")
+            raise VariableError(f"the chat template does not read {name!r:.100}; {known}.")
 
 
 def _guarded(tokenizer: "Tokenizes", value: Any) -> Any:
@@ -237,7 +242,7 @@ def _guarded(tokenizer: "Tokenizes", value: Any) -> Any:
         return value
     for key in value:  # a mark in a key would keep the template from finding it
         if not np.array_equal(tokenizer.encode(key), tokenizer.encode_controlled(key)):
-            raise ValueError(f"the key {key!r:.100} has the name of a control token.")
+            raise VariableError(f"the key {key!r:.100} has the name of a control token.")
     return {key: _guarded(tokenizer, one) for key, one in value.items()}
 
 

@@ -40,7 +40,8 @@ class Request:
       tokens: the prompt, integers [time]. It may be empty after a context.
       max_tokens: most tokens to generate. 0 only reads the prompt.
       sampling: how to sample them.
-      seed: the same prompt and seed give the tokens of `generate`, whatever else is generated at the same time.
+      seed: the same prompt and seed give the tokens of `generate`, whatever else is generated at the same time. Seeds beyond
+        [0, 2^32), which `generate` does not have, may be in [-2^63, 2^64); negative ones count modulo 2^64.
       stop: strings that end the text; they are not part of it.
       context: text that was read before the prompt.
       keep: whether the result has the context after the text. It has the prompt and the tokens of the text: of a stop string that

@@ -171,8 +171,13 @@ SlotRow = tuple[bool, int, int, np.ndarray, RowSampling]  # active, forced, posi
 
 
 def key_data(seed: int) -> np.ndarray:
-    """Data of the PRNG key that `generate` uses for this seed."""
-    return np.asarray(jax.random.key_data(jax.random.key(seed)))
+    """Data of the PRNG key that `generate` uses for this seed, if it is in [0, 2^32).
+
+    Others are taken modulo 2^64, and have the keys that `jax.random.key` gives them with 64-bit types; without, it drops half of
+    their bits.
+    """
+    words = np.array([seed % 2**64 >> 32, seed % 2**32], np.uint32)
+    return np.resize(words, jax.random.key_data(jax.random.key(0)).shape)
 
 
 def step_inputs(rows: Sequence[SlotRow]) -> StepInputs:

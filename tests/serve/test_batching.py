@@ -235,7 +235,7 @@ def test_refused():
         ({"tokens": [256]}, "tokens has the token 256; it should have tokens in"),
         ({"tokens": [3, -1]}, "tokens has the token -1"),
         ({"max_tokens": -1}, "max_tokens must be an integer ≥ 0, got -1"),
-        ({"seed": -1}, "seed is -1"),
+        ({"seed": 2**64}, "seed is 18446744073709551616"),
         ({"max_tokens": 64}, "the text has 65 tokens, 64 of them to be generated; it should have at most 64"),
         ({"context": read_twice()}, "the memory has 2 texts"),
     ]:

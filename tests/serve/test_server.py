@@ -200,11 +200,12 @@ def test_bad_requests(server, client):
         (lambda: create(n=2), "n is 2; this server does not have it", "n"),
         (lambda: extra(n=True), "n is True; this server does not have it", "n"),
         (lambda: create(logprobs=0), "logprobs is 0; this server does not have it", "logprobs"),
-        (lambda: extra(stream_options={"foo": 1}), "stream_options is .*'foo'.* include_usage only", "stream_options"),
+        (lambda: extra(stream_options={"foo": 1}), "stream_options is .*'foo'.* include_usage and include_obfuscation only",
+         "stream_options"),
         (lambda: extra(stream_options={"include_usage": 1}), "include_usage is 1; it should be true or false",
          "stream_options.include_usage"),
         (lambda: create(stop=[""]), "stop is .* none of them empty", "stop"),
-        (lambda: create(seed=-1), "seed is -1", "seed"),
+        (lambda: create(seed=2**64), r"seed is 18446744073709551616; it should be in \[-2\^63, 2\^64\)", "seed"),
         (lambda: create(prompt=""), "the prompt is empty", None),
         (lambda: create(prompt=[256]), r"prompt has the token 256; it should be in \[0, 256\)", "prompt"),
         (lambda: create(prompt=["a", "b"]), "it should be one text or one list of token ids", "prompt"),
@@ -241,6 +242,38 @@ def test_bad_requests(server, client):
     assert raw(server[0], "GET", "/v1/nothing")[0] == 404
     assert raw(server[0], "GET", "/v1/completions")[0] == 405
     assert server[1].num_active == 0
+
+
+def test_what_has_no_effect_is_said_once(server, client):
+    chat = functools.partial(client.chat.completions.create, model="tiny", messages=[{"role": "user", "content": "Hi"}])
+    plain = chat(max_tokens=9, temperature=0)
+    extras = {"user": "u", "service_tier": "flex", "store": True, "metadata": {"a": "b"}, "tool_choice": "none"}
+    same = chat(max_completion_tokens=9, top_p=0, temperature=1.5, seed=-(2**63), **extras)
+    assert same.choices == plain.choices  # top_p 0 leaves the most likely token alone
+    assert (plain.model_extra, same.model_extra) == ({}, {"ignored": ["metadata", "service_tier", "store", "user"]})
+    parts = list(chat(max_tokens=9, temperature=0, stream=True, stream_options={"include_usage": True}, **extras))
+    assert "".join(part.choices[0].delta.content or "" for part in parts[:-1]) == plain.choices[0].message.content
+    assert [part.model_extra.get("ignored") for part in parts] == [
+        same.model_extra["ignored"],
+        *[None] * (len(parts) - 1),
+    ]
+    assert parts[-1].usage == plain.usage
+    named = chat(messages=[{"role": "user", "content": "Hi", "name": "Ann"}], max_tokens=1, temperature=0)
+    assert named.model_extra == {"ignored": ["messages.name"]}
+    seeds = [
+        client.completions.create(**OPTIONS | {"prompt": "a", "seed": seed}).choices[0].text for seed in (5, -5, 2**40)
+    ]
+    assert len(set(seeds)) == 3
+    picture = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}
+    with pytest.raises(
+        openai.BadRequestError, match=r"content\[0\] is of the type 'image_url'; this server reads text only"
+    ):
+        chat(messages=[picture])
+    with pytest.raises(
+        openai.BadRequestError, match="the chat template does not read 'enable_thinking'; there is nothing"
+    ) as caught:
+        chat(extra_body={"chat_template_kwargs": {"enable_thinking": False}})
+    assert caught.value.param == "chat_template_kwargs"
 
 
 @pytest.mark.slow
