@@ -128,13 +128,13 @@ def _run_tasks(command: EvaluateCommand) -> None:
     if not ours:
         refused += [(command, name, others) for name in ("text", "encoding", "errors")]
         refused += [(command.long_context, field.name, others) for field in dataclasses.fields(command.long_context)]
-    for given, name, tasks in refused:
-        if tasks and getattr(given, name) != getattr(type(given), name):
-            raise ConfigError(f"--{name.replace('_', '-')} does not go with --tasks {tasks[0]}.")
+    for given, name, named in refused:
+        if named and getattr(given, name) != getattr(type(given), name):
+            raise ConfigError(f"--{name.replace('_', '-')} does not go with --tasks {named[0]}.")
     options.check()
     if ours:
         checked(ours, command.long_context)
-    tasks = load_tasks(dataclasses.replace(options, tasks=others), stream=command.stream) if others else []
+    tasks = load_tasks(dataclasses.replace(options, tasks=others), stream=command.stream) if others else None
     chat = chat_template(command.run_dir) if options.apply_chat_template else None
     loaded = _loaded(command)
     ready = None
@@ -143,8 +143,8 @@ def _run_tasks(command: EvaluateCommand) -> None:
             command.run_dir, loaded, ours, command.long_context, batch_size=options.batch_size, ema=command.ema,
             text=_given_text(command, loaded.config) if command.text else None,
         )  # fmt: skip
-    if others:
-        run_tasks(command.run_dir, loaded, tasks, options, stream=command.stream, chat=chat)
+    if tasks is not None:
+        run_tasks(command.run_dir, loaded, tasks, options, stream=command.stream, ema=command.ema, chat=chat)
     if ready is not None:
         run_long_context(ready, log_samples=options.log_samples)
 

@@ -1,15 +1,20 @@
 """`atlasjax evaluate --tasks` with tasks of EleutherAI's lm-eval."""
 
+import contextlib
 import dataclasses
 import datetime
 import difflib
+import hashlib
 import importlib.util
 import json
 import pathlib
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
+import atlasjax
 from atlasjax import storage
 from atlasjax.check import is_finite, is_integer
+from atlasjax.config_json import to_dict
 from atlasjax.data.tokenizers import Tokenizer
 from atlasjax.evaluate.long_context import TASKS
 from atlasjax.interop.text_ends import TextEnds, text_ends
@@ -19,6 +24,10 @@ from atlasjax.serve.chat import PlainChat, TemplateChat, chat_of
 from atlasjax.train.config import run_folder
 from atlasjax.train.errors import ConfigError, user_errors
 from atlasjax.train.load import LoadedRun
+
+if TYPE_CHECKING:
+    from atlasjax.evaluate.harness import HarnessModel
+    from atlasjax.evaluate.kept import KeptResults
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,11 +64,27 @@ class TaskOptions:
             raise ConfigError(f"limit is {self.limit}; it should be a whole number of documents, or a share below 1.")
 
 
-def load_tasks(options: TaskOptions, *, stream: bool) -> list[Any]:
+@dataclasses.dataclass(frozen=True)
+class LoadedTasks:
+    """Tasks of lm-eval with their data.
+
+    Attributes:
+      manager: knows their names.
+      found: tasks and groups of tasks.
+      generation: by task, its arguments for generation.
+    """
+
+    manager: Any
+    found: list[Any]
+    generation: dict[str, dict[str, Any]]
+
+
+def load_tasks(options: TaskOptions, *, stream: bool) -> LoadedTasks:
     """The tasks with their data, for which no model is needed.
 
     Raises:
-      ConfigError: lm-eval is not installed, a task is unknown or cannot be loaded, or an option is out of range.
+      ConfigError: lm-eval is not installed, a task is unknown, cannot be loaded or asks for what is not served, or an option is out
+        of range.
     """
     options.check()
     if stream and options.window is not None:
@@ -83,6 +108,7 @@ def load_tasks(options: TaskOptions, *, stream: bool) -> list[Any]:
                 lookup("task", name, dict.fromkeys([*TASKS, *manager.all_tasks]))
         names += matches or [name]
     found: list[Any] = []
+    generation: dict[str, dict[str, Any]] = {}
     for name in dict.fromkeys(names):
         try:
             one = manager.load([name])
@@ -91,16 +117,48 @@ def load_tasks(options: TaskOptions, *, stream: bool) -> list[Any]:
             raise ConfigError(f"the task {name!r} cannot be loaded: {said[:300]}") from error
         groups = one.get("groups", {})
         found += [groups[name]] if name in groups else list(one["tasks"].values())
-    return found
+        for label, task in one["tasks"].items():
+            generation |= _checked(label, task)
+    return LoadedTasks(manager, found, generation)
+
+
+def _checked(name: str, task: Any) -> dict[str, dict[str, Any]]:
+    """The arguments of a task for generation, by its name, if it generates. Raises ConfigError if something is not served."""
+    from atlasjax.evaluate.harness import generation
+
+    for trait, what in (
+        ("MULTIMODAL", "asks about images or sound"),
+        ("UNSAFE_CODE", "runs code that the model writes"),
+    ):
+        if getattr(task, trait, False):
+            raise ConfigError(f"the task {name!r} {what}, which is not done here.")
+    if getattr(task, "OUTPUT_TYPE", None) != "generate_until":
+        return {}
+    options = dict(task.config.generation_kwargs or {})
+    with _naming(name):
+        generation(options)
+    return {name: options}
+
+
+@contextlib.contextmanager
+def _naming(task: str) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(f"the task {task!r}: {error}") from None
 
 
 def run_tasks(
-    run_dir: str, loaded: LoadedRun, tasks: list[Any], options: TaskOptions, *, stream: bool, chat: TemplateChat | None = None
+    run_dir: str, loaded: LoadedRun, tasks: LoadedTasks, options: TaskOptions, *, stream: bool, ema: bool = False,
+    chat: TemplateChat | None = None,
 ) -> None:  # fmt: skip
     """Runs tasks, prints their table and saves the results.
 
+    The result of each request is kept as soon as it is known. If the command fails or is stopped, the same command, or one with
+    other tasks, goes on from them.
+
     Args:
-      run_dir, loaded: the run.
+      run_dir, loaded, ema: the run, and which of its parameters were loaded.
       tasks: from `load_tasks`.
       options: as given to `load_tasks`.
       stream: reads each document of rolling perplexity as one stream.
@@ -111,10 +169,18 @@ def run_tasks(
     """
     with user_errors():
         folder = run_folder(run_dir) / "evaluations"
-    results = _evaluate(run_dir, loaded, tasks, options, stream, chat)
-    _print(results)
-    for file in _save(folder, results):
-        print(f"results: {file}")
+        kept, model = _model(run_dir, folder, loaded, options, stream, ema, chat)
+    for name, given in tasks.generation.items():
+        with _naming(name):
+            model.check_generation(given)
+    if kept.found:
+        print(f"going on after {kept.found:,} requests of an interrupted command, in {kept.file}")
+    with contextlib.closing(kept):
+        results = _evaluate(run_dir, loaded, tasks, options, model, chat)
+        _print(results)
+        for file in _save(folder, results):
+            print(f"results: {file}")
+        kept.remove()
 
 
 def chat_template(run_dir: str) -> TemplateChat:
@@ -145,28 +211,46 @@ def _manager(options: TaskOptions) -> Any:
     return own if set(options.tasks) <= set(own.all_subtasks) else TaskManager(include_path=folders)
 
 
+def _model(
+    run_dir: str, folder: storage.AnyPath, loaded: LoadedRun, options: TaskOptions, stream: bool, ema: bool,
+    chat: TemplateChat | None,
+) -> "tuple[KeptResults, HarnessModel]":  # fmt: skip
+    """What lm-eval asks, and the results of an interrupted command that have the same model, tokenizer and settings."""
+    from atlasjax.evaluate.harness import HarnessModel
+    from atlasjax.evaluate.kept import KeptResults
+
+    config, tokenizer = loaded.config, loaded.tokenizer
+    if chat is not None:
+        chat.check(tokenizer)
+    ends = text_ends(run_dir)
+    prefix = _prefix(tokenizer, ends, options.prefix_token)
+    window = None if stream else options.window or config.data.sequence_length
+    asked = {
+        "step": loaded.step, "ema": ema, "model": to_dict(config.model), "tokenizer": tokenizer.fingerprint, "prefix": prefix,
+        "ends": [ends.begin, *ends.ends], "window": window, "chat": chat is not None, "atlasjax": atlasjax.__version__,
+    }  # fmt: skip
+    digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:12]
+    kept = KeptResults(folder / f"lm_eval_unfinished_{digest}.jsonl")
+    model = HarnessModel(
+        loaded.model, tokenizer, prefix_token=prefix, begins_text=prefix in (ends.begin, *ends.ends), end_tokens=ends.ends,
+        window=window, batch_size=options.batch_size, chat=None if chat is None else chat.rendered, kept=kept,
+        about={"model_num_parameters": count_parameters(config.model), "model_dtype": config.model.dtype},
+    )  # fmt: skip
+    return kept, model
+
+
 def _evaluate(
-    run_dir: str, loaded: LoadedRun, tasks: list[Any], options: TaskOptions, stream: bool, chat: TemplateChat | None
-) -> dict[str, Any]:
+    run_dir: str, loaded: LoadedRun, tasks: LoadedTasks, options: TaskOptions, model: "HarnessModel", chat: TemplateChat | None
+) -> dict[str, Any]:  # fmt: skip
     import lm_eval
 
-    from atlasjax.evaluate.harness import HarnessModel
-
     with user_errors():
-        if chat is not None:
-            chat.check(loaded.tokenizer)
-        ends = text_ends(run_dir)
-        prefix = _prefix(loaded.tokenizer, ends, options.prefix_token)
-        window = None if stream else options.window or loaded.config.data.sequence_length
-        model = HarnessModel(
-            loaded.model, loaded.tokenizer, prefix_token=prefix, begins_text=prefix in (ends.begin, *ends.ends),
-            end_tokens=ends.ends, window=window, batch_size=options.batch_size, chat=None if chat is None else chat.rendered,
-            about={"model_num_parameters": count_parameters(loaded.config.model), "model_dtype": loaded.config.model.dtype},
-        )  # fmt: skip
         limit = options.limit if options.limit is None or options.limit < 1 else int(options.limit)
+        # Without a manager it reads all its tasks once more; without a seed of torch it does not import torch.
         results = lm_eval.simple_evaluate(
-            model, tasks=tasks, num_fewshot=options.num_fewshot, limit=limit, batch_size=options.batch_size,
-            log_samples=options.log_samples, apply_chat_template=chat is not None,
+            model, tasks=tasks.found, num_fewshot=options.num_fewshot, limit=limit, batch_size=options.batch_size,
+            log_samples=options.log_samples, apply_chat_template=chat is not None, task_manager=tasks.manager,
+            torch_random_seed=None,
         )  # fmt: skip
     assert results is not None  # it is None in the other processes of a job
     results["config"] |= {

@@ -6,6 +6,7 @@
 Needs the extra `eval`.
 """
 
+import collections
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
@@ -18,12 +19,17 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from atlasjax import check
+from atlasjax.evaluate.kept import KeptResults
 from atlasjax.evaluate.scoring import Score, Scorer
 from atlasjax.generate import SamplingConfig
 from atlasjax.nn import LanguageModel
 
 _log = logging.getLogger(__name__)
-_SAMPLING = ("top_k", "top_p", "min_p", "repetition_penalty")
+_SAMPLING = ("top_k", "top_p", "min_p")  # without effect on greedy texts
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "num_beams": (1,), "num_return_sequences": (1,), "use_cache": (True, False), "presence_penalty": (0,), "frequency_penalty": (0,)
+}  # fmt: skip
+"""Arguments of other libraries' generation, and the values of them that change nothing."""
 
 
 class Text(Protocol):
@@ -70,6 +76,8 @@ class HarnessModel(TemplateLM):
       batch_size, pieces: as for `Scorer`.
       seed: of generation with sampling.
       about: what `get_model_info` adds to the results.
+      kept: results of requests that need not be computed again, and where new ones are kept as soon as they are known. Sampled
+        texts are not kept: others would repeat their noise.
 
     Raises:
       ValueError: a token is not in the vocabulary, or a number is not positive.
@@ -89,6 +97,7 @@ class HarnessModel(TemplateLM):
         pieces: Sequence[int] = (256, 32),
         seed: int = 0,
         about: Mapping[str, object] | None = None,
+        kept: KeptResults | None = None,
     ):
         super().__init__()
         check.integer("HarnessModel", "window", window, optional=True)
@@ -98,7 +107,7 @@ class HarnessModel(TemplateLM):
         self.truncated = 0
         self._scorer = Scorer(model, batch_size=batch_size, pieces=pieces)
         self._text, self._prefix, self._begins, self._ends = tokenizer, prefix_token, begins_text, tuple(end_tokens)
-        self._seed, self._about, self._chat = seed, about or {}, chat
+        self._seed, self._about, self._chat, self._results = seed, about or {}, chat, kept
         self._longest = model.config.max_positions
         if self._longest is not None:
             window = self._longest if window is None else min(window, self._longest)
@@ -158,61 +167,98 @@ class HarnessModel(TemplateLM):
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """ln p of each document, of all its tokens, given `prefix_token`."""
-        pairs, owners = [], []
-        for owner, request in enumerate(requests):
-            (text,) = request.args
-            for pair in self._windows(self._text.encode(text).tolist()):
-                pairs.append(pair)
-                owners.append(owner)
-        sums = [0.0] * len(requests)
-        for owner, score in zip(owners, self._score(pairs, "rolling log-likelihoods", disable_tqdm), strict=True):
-            sums[owner] += score.log_likelihood
-        for request, total in zip(requests, sums, strict=True):
-            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        sums, left = self._known("loglikelihood_rolling", [request.args for request in requests])
+        pairs: list[tuple[list[int], list[int]]] = []
+        owners, places = list[int](), dict[int, list[int]]()
+        for owner in left:
+            windows = list(self._windows(self._text.encode(requests[owner].args[0]).tolist()))
+            places[owner] = list(range(len(pairs), len(pairs) + len(windows)))
+            pairs += windows
+            owners += [owner] * len(windows)
+        waiting, scores = collections.Counter(owners), dict[int, float]()
+
+        def known(index: int, score: Score) -> None:
+            owner, scores[index] = owners[index], score.log_likelihood
+            waiting[owner] -= 1
+            if not waiting[owner]:
+                sums[owner] = sum(scores[i] for i in places[owner])
+                self._keep("loglikelihood_rolling", requests[owner].args, sums[owner])
+
+        for owner in set(left) - waiting.keys():  # without a token
+            sums[owner] = 0.0
+        self._score(pairs, "rolling log-likelihoods", disable_tqdm, known)
         return sums
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """The text after each context, up to a stop string, an end token or the number of tokens asked for (256 by default)."""
         before_them = self.truncated
+        asked = [generation(request.args[1]) for request in requests]
+        texts, left = self._known("generate_until", [request.args for request in requests])
         groups: dict[SamplingConfig, list[tuple[int, list[int], int, list[str]]]] = {}
-        for i, request in enumerate(requests):
-            text, options = request.args
-            config, number, stop = _generation(options)
+        for i in left:
+            text, (config, number, stop) = requests[i].args[0], asked[i]
             context = self._kept(self.tok_encode(text) or [self._prefix], number, text)
             groups.setdefault(config, []).append((i, context, number, stop))
-        self._warn(before_them, len(requests))
-        texts: dict[int, str] = {}
-        with tqdm(total=len(requests), desc="Generating", disable=disable_tqdm) as bar:
+        self._warn(before_them, len(left))
+        with tqdm(total=len(left), desc="Generating", disable=disable_tqdm) as bar:
             for config, members in groups.items():
                 places, contexts, numbers, stops = zip(*members)
 
-                def known(index: int, text: str, places: Sequence[int] = places) -> None:
+                def known(
+                    index: int, text: str, places: Sequence[int] = places, keeps: bool = config.temperature == 0
+                ) -> None:
                     texts[places[index]] = text
-                    self.cache_hook.add_partial("generate_until", requests[places[index]].args, text)
+                    self._keep("generate_until", requests[places[index]].args, text, keeps)
                     bar.update()
 
                 self._scorer.generate(
                     contexts, numbers, self._text, stop=stops, end_tokens=self._ends, config=config, seed=self._seed,
                     vocab_size=self._text.vocab_size, on_result=known,
                 )  # fmt: skip
-        return [texts[i] for i in range(len(requests))]
+        return texts
+
+    def check_generation(self, options: Mapping[str, Any]) -> None:
+        """Checks a task's arguments for generation.
+
+        Raises:
+          ValueError: one is not served, or so many tokens do not fit the model.
+        """
+        _, number, _ = generation(options)
+        if self._longest is not None and number >= self._longest:
+            raise ValueError(
+                f"max_gen_toks is {number}; a model with max_positions={self._longest} has room for {self._longest - 1}."
+            )
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **kwargs: object
     ) -> list[tuple[float, bool]]:
+        scores, left = self._known("loglikelihood", [arguments for arguments, _, _ in requests])
         pairs, before_them = [], self.truncated
-        for (before, text), context, continuation in requests:
+        for i in left:
+            (before, text), context, continuation = requests[i]
             if not continuation:
                 raise ValueError(
                     f"the continuation {text!r} has no token of its own after {before[-40:]!r}, so it has no log-likelihood."
                 )
             pairs.append((self._kept(context, len(continuation) - 1, text), continuation))
-        self._warn(before_them, len(requests))
-        known = lambda index, score: self.cache_hook.add_partial(
-            "loglikelihood", requests[index][0], (score.log_likelihood, score.is_greedy)
-        )
-        scores = self._score(pairs, "log-likelihoods", disable_tqdm, known)
-        return [(score.log_likelihood, score.is_greedy) for score in scores]
+        self._warn(before_them, len(left))
+
+        def known(index: int, score: Score) -> None:
+            scores[left[index]] = score.log_likelihood, score.is_greedy
+            self._keep("loglikelihood", requests[left[index]][0], scores[left[index]])
+
+        self._score(pairs, "log-likelihoods", disable_tqdm, known)
+        return [(value, is_greedy) for value, is_greedy in scores]
+
+    def _known(self, kind: str, arguments: Sequence[tuple[Any, ...]]) -> tuple[list[Any], list[int]]:
+        """The results that are kept, each None if there is none, and the places of those."""
+        results = [None if self._results is None else self._results.get(kind, one) for one in arguments]
+        return results, [i for i, result in enumerate(results) if result is None]
+
+    def _keep(self, kind: str, arguments: tuple[Any, ...], result: Any, keeps: bool = True) -> None:
+        self.cache_hook.add_partial(kind, arguments, result)
+        if keeps and self._results is not None:
+            self._results.add(kind, arguments, result)
 
     def _without_prefix(self, tokens: list[int]) -> list[int]:
         return tokens[1:] if self._begins and tokens[:1] == [self._prefix] else tokens
@@ -225,15 +271,15 @@ class HarnessModel(TemplateLM):
 
     def _score(
         self, pairs: Sequence[tuple[list[int], list[int]]], what: str, disable_tqdm: bool,
-        known: Callable[[int, Score], None] = lambda index, score: None,
-    ) -> list[Score]:  # fmt: skip
+        known: Callable[[int, Score], None],
+    ) -> None:  # fmt: skip
         with tqdm(total=len(pairs), desc=f"Computing {what}", disable=disable_tqdm) as bar:
 
             def on_result(index: int, score: Score) -> None:
                 known(index, score)
                 bar.update()
 
-            return self._scorer.score(pairs, on_result=on_result)
+            self._scorer.score(pairs, on_result=on_result)
 
     def _kept(self, context: list[int], after: int, text: str) -> list[int]:
         """The end of a context that fits before `after` tokens."""
@@ -255,13 +301,29 @@ class HarnessModel(TemplateLM):
             )  # fmt: skip
 
 
-def _generation(options: dict[str, Any]) -> tuple[SamplingConfig, int, list[str]]:
-    """(how to sample, most tokens, stop strings) of lm-eval's generation arguments."""
-    given = dict(normalize_gen_kwargs(options))
+def generation(options: Mapping[str, Any]) -> tuple[SamplingConfig, int, list[str]]:
+    """(how to sample, most tokens, stop strings) of lm-eval's arguments for generation.
+
+    Raises:
+      ValueError: one is unknown, or has a value that is not served.
+    """
+    try:
+        given = dict(normalize_gen_kwargs(dict(options)))
+    except TypeError as error:
+        raise ValueError(f"generation_kwargs is {options!r:.200} ({error}).") from None
     stop, number, sample = given.pop("until"), given.pop("max_gen_toks"), given.pop("do_sample")
-    temperature = given.pop("temperature", 1.0)
-    settings = {name: value for name in _SAMPLING if (value := given.pop(name, None)) is not None}
-    if given:
-        known = ("until", "max_gen_toks", "do_sample", "temperature", *_SAMPLING)
-        raise ValueError(f"generation_kwargs has {', '.join(given)}; known are {', '.join(known)}.")
-    return SamplingConfig(float(temperature) if sample else 0.0, **settings), number, stop
+    temperature, penalty = given.pop("temperature", 1.0), given.pop("repetition_penalty", None)
+    settings = {name: given.pop(name, None) for name in _SAMPLING}
+    left = [name for name, value in given.items() if value is not None and value not in _NEUTRAL.get(name, ())]
+    if left:
+        known = ("until", "max_gen_toks", "do_sample", "temperature", "repetition_penalty", *_SAMPLING)
+        raise ValueError(
+            f"generation_kwargs has {', '.join(f'{name}: {given[name]!r:.80}' for name in left)}; known are {', '.join(known)}."
+        )
+    check.integer("generation_kwargs", "max_gen_toks", number)
+    for one in stop:
+        check.require(isinstance(one, str) and one != "", "until", one, "a string that is not empty")
+    everything = {"top_k": (None, 0, -1), "top_p": (None,), "min_p": (None, 0)}  # as other libraries write all tokens
+    used = {name: value for name, value in settings.items() if sample and value not in everything[name]}
+    penalized = {} if penalty is None else {"repetition_penalty": penalty}
+    return SamplingConfig(float(temperature) if sample else 0.0, **used, **penalized), number, stop

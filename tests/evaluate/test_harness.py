@@ -6,6 +6,7 @@ import importlib
 import io
 import json
 import math
+import types
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +25,12 @@ pytest.importorskip("lm_eval", reason="needs the extra `eval`")
 
 import datasets
 from lm_eval.api.instance import Instance
+from lm_eval.tasks import TaskManager
 
-from atlasjax.evaluate.harness import HarnessModel
+from atlasjax.evaluate.harness import HarnessModel, generation
+from atlasjax.evaluate.kept import KeptResults
+from atlasjax.evaluate.scoring import Scorer
+from atlasjax.generate import SamplingConfig
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
 
@@ -129,6 +134,8 @@ def place(tmp_path_factory):
 def command(place, monkeypatch, tmp_path):
     """Runs the command on the tasks: (results, samples by task, what it printed)."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_OFFLINE", True, raising=False)
+    # What it says of the environment takes seconds: it imports torch and runs `pip list`.
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
     loaded = LoadedRun(model(), ByteTokenizer(), TrainConfig(model=CONFIG), 7, [])
     monkeypatch.setattr("atlasjax.cli.evaluate.load_run", lambda run_dir, step, **_: loaded)
 
@@ -281,8 +288,119 @@ def test_an_end_token_and_sampling():
     assert ask(lm(end_tokens=[tokens[4]]), max_gen_toks=9) == ByteTokenizer().decode(tokens[: tokens.index(tokens[4])])
     one, same, other = (ask(lm(seed=seed), max_gen_toks=9, do_sample=True, temperature=2.0) for seed in (1, 1, 2))
     assert one == same != other
-    with pytest.raises(ValueError, match="generation_kwargs has num_beams"):
+    with pytest.raises(ValueError, match="generation_kwargs has num_beams: 3; known are until, max_gen_toks"):
         ask(lm(), num_beams=3)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_beams": 4}, "generation_kwargs has num_beams: 4; known are until, max_gen_toks"),
+        ({"do_sample": True, "top_p": 2}, "top_p is 2; it should be in"),
+        ({"do_sample": True, "top_p": 0}, "top_p is 0; it should be in"),
+        ({"max_gen_toks": 0}, "generation_kwargs: max_gen_toks must be an integer ≥ 1, got 0"),
+        ({"until": ["x", ""]}, "until is ''; it should be a string that is not empty"),
+        ({"temperature": "hot", "do_sample": True}, "could not convert string to float: 'hot'"),
+        ({"temperature": -1, "do_sample": True}, "temperature is -1.0; it should be 0"),
+    ],
+)
+def test_an_option_that_is_not_served_is_named_before_the_model_loads(
+    place, tmp_path, monkeypatch, capsys, options, words
+):
+    """And before the requests of other tasks."""
+    task = json.loads((place / "local_generation.yaml").read_text()) | {"task": "odd", "generation_kwargs": options}
+    (tmp_path / "odd.yaml").write_text(json.dumps(task))
+    monkeypatch.setattr("atlasjax.cli.evaluate.load_run", lambda *_, **__: pytest.fail("the model was loaded"))
+    given = ("--include-path", str(place), str(tmp_path), "--tasks", "local_choice", "odd")
+    assert cli.main(["evaluate", "--run-dir", str(tmp_path), *given]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("atlasjax: the task 'odd'")
+    assert words in error
+
+
+def test_more_tokens_than_the_model_has_positions_for_are_named_before_any_request():
+    config = ModelConfig(**{**CONFIG.__dict__, "positions": "learned", "max_positions": 32})
+    lm = HarnessModel(LanguageModel(config, rngs=nnx.Rngs(0)), ByteTokenizer(), prefix_token=LINE_END)
+    lm.check_generation({"max_gen_toks": 31})
+    with pytest.raises(ValueError, match="max_gen_toks is 32; a model with max_positions=32 has room for 31"):
+        lm.check_generation({"max_gen_toks": 32})
+
+
+def test_options_that_change_nothing_are_accepted():
+    plain = (SamplingConfig(0.0), 9, ["x"])
+    same = {"num_beams": 1, "use_cache": True, "temperature": 0.7, "top_p": 0.9, "top_k": 50, "do_sample": False}
+    assert (
+        generation({"until": "x", "max_gen_toks": 9})
+        == generation({"until": ["x"], "max_new_tokens": 9} | same)
+        == plain
+    )
+    sampled = {"do_sample": True, "temperature": 0.7, "top_k": -1, "top_p": 0.9, "min_p": 0}
+    assert generation({"until": [], "max_gen_toks": 9} | sampled) == (SamplingConfig(0.7, top_p=0.9), 9, [])
+    assert generation({"repetition_penalty": 1.5})[0] == SamplingConfig(0.0, repetition_penalty=1.5)
+
+
+def test_results_of_finished_requests_are_kept(command, tmp_path, monkeypatch):
+    """A later request fails: the next command computes only what was not finished, and removes the file."""
+    expected, samples, _ = command()
+    for file in (tmp_path / "evaluations").iterdir():
+        file.unlink()
+    scored, generate, score = [], Scorer.generate, Scorer.score
+
+    def fails(self, *given, on_result, **options):
+        def one_and_no_more(index, text):
+            on_result(index, text)
+            raise RuntimeError("stopped")
+
+        return generate(self, *given, on_result=one_and_no_more, **options)
+
+    monkeypatch.setattr(Scorer, "generate", fails)
+    with pytest.raises(AssertionError):  # the code is 70
+        command()
+    (file,) = (tmp_path / "evaluations").iterdir()
+    assert file.name.startswith("lm_eval_unfinished_")
+    assert len(file.read_text().splitlines()) == 4 + 9 + 1  # documents, choices, and one text
+    file.write_text(file.read_text() + '["half a li')
+
+    monkeypatch.setattr(
+        Scorer, "score", lambda self, pairs, **options: scored.extend(pairs) or score(self, pairs, **options)
+    )
+    monkeypatch.setattr(
+        Scorer,
+        "generate",
+        lambda self, prompts, *rest, **options: scored.extend(prompts) or generate(self, prompts, *rest, **options),
+    )
+    results, again, out = command()
+    assert f"going on after 14 requests of an interrupted command, in {file}" in out
+    assert len(scored) == 2  # of three texts
+    assert results["results"] == expected["results"]
+    assert [one["resps"] for one in again["local_choice"]] == [one["resps"] for one in samples["local_choice"]]
+    assert not file.exists()
+
+
+def test_kept_results_are_of_one_request(tmp_path):
+    """Sampled texts are not kept: of several of one context, those that are left would be the same as those that were finished."""
+    kept = KeptResults(tmp_path / "in/file")
+    assert not (tmp_path / "in").exists()
+    kept.remove()  # there is nothing yet
+    lm = HarnessModel(model(), ByteTokenizer(), prefix_token=LINE_END, batch_size=3, kept=kept)
+    greedy_ones = requests("generate_until", ("abc", {"max_gen_toks": 3}), ("abc", {"max_gen_toks": 4}))
+    texts = lm.generate_until(
+        [*greedy_ones, *requests("generate_until", ("abc", {"max_gen_toks": 3, "do_sample": True}))], True
+    )
+    score = lm.loglikelihood(requests("loglikelihood", ("abc", "d")), True)
+    empty = lm.loglikelihood_rolling(requests("loglikelihood_rolling", ("",)), True)
+    kept.close()
+    again = KeptResults(tmp_path / "in/file")
+    assert again.found == 3
+    lm = HarnessModel(model(), ByteTokenizer(), prefix_token=LINE_END, kept=again)
+    lm._scorer = types.SimpleNamespace(score=lambda pairs, **_: pairs and pytest.fail("this was computed"))
+    assert lm.generate_until(greedy_ones, True) == texts[:2]
+    assert lm.loglikelihood(requests("loglikelihood", ("abc", "d")), True) == score
+    assert empty == [0.0]
+    with pytest.raises(pytest.fail.Exception, match="this was computed"):
+        lm.loglikelihood(requests("loglikelihood", ("ab", "cd")), True)
+    again.remove()
+    assert not (tmp_path / "in/file").exists()
 
 
 def test_truncation_is_told_and_counted(caplog):
@@ -313,6 +431,8 @@ def test_truncation_is_told_and_counted(caplog):
     ],
 )
 def test_unknown_tasks_before_the_model_loads(place, tmp_path, monkeypatch, capsys, arguments, words):
+    # Those of lm-eval are 13,000 files, which take it more than ten seconds.
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", functools.partial(TaskManager, include_defaults=False))
     (tmp_path / "broken.yaml").write_text(json.dumps({
         "task": "broken", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": "/no/such/file"}},
         "test_split": "test", "output_type": "multiple_choice", "doc_to_text": "a", "doc_to_target": "b",
