@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import atlasjax
 from atlasjax import storage
 from atlasjax.check import is_finite, is_integer
+from atlasjax.cli.kept import KeptResults
 from atlasjax.config_json import to_dict
 from atlasjax.data.tokenizers import Tokenizer
 from atlasjax.evaluate.long_context import TASKS
@@ -27,7 +28,6 @@ from atlasjax.train.load import LoadedRun
 
 if TYPE_CHECKING:
     from atlasjax.evaluate.harness import HarnessModel
-    from atlasjax.evaluate.kept import KeptResults
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,10 +214,9 @@ def _manager(options: TaskOptions) -> Any:
 def _model(
     run_dir: str, folder: storage.AnyPath, loaded: LoadedRun, options: TaskOptions, stream: bool, ema: bool,
     chat: TemplateChat | None,
-) -> "tuple[KeptResults, HarnessModel]":  # fmt: skip
+) -> tuple[KeptResults, "HarnessModel"]:  # fmt: skip
     """What lm-eval asks, and the results of an interrupted command that have the same model, tokenizer and settings."""
     from atlasjax.evaluate.harness import HarnessModel
-    from atlasjax.evaluate.kept import KeptResults
 
     config, tokenizer = loaded.config, loaded.tokenizer
     if chat is not None:

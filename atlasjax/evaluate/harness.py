@@ -19,7 +19,6 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from atlasjax import check
-from atlasjax.evaluate.kept import KeptResults
 from atlasjax.evaluate.scoring import Score, Scorer
 from atlasjax.generate import SamplingConfig
 from atlasjax.nn import LanguageModel
@@ -52,6 +51,18 @@ class Text(Protocol):
 
     def decode(self, ids: Iterable[int], /) -> str:
         """Return the text of `ids`, in which incomplete UTF-8 is U+FFFD."""
+        ...
+
+
+class Results(Protocol):
+    """Results of requests, each a kind and its arguments, that outlive a command (`atlasjax.cli.kept`)."""
+
+    def get(self, kind: str, arguments: tuple[Any, ...], /) -> Any:
+        """The result, a value of JSON; None if there is none."""
+        ...
+
+    def add(self, kind: str, arguments: tuple[Any, ...], result: Any, /) -> None:
+        """Keeps a result."""
         ...
 
 
@@ -97,7 +108,7 @@ class HarnessModel(TemplateLM):
         pieces: Sequence[int] = (256, 32),
         seed: int = 0,
         about: Mapping[str, object] | None = None,
-        kept: KeptResults | None = None,
+        kept: Results | None = None,
     ):
         super().__init__()
         check.integer("HarnessModel", "window", window, optional=True)

@@ -15,6 +15,7 @@ import pytest
 from flax import nnx
 
 from atlasjax import cli
+from atlasjax.cli.kept import KeptResults
 from atlasjax.data.tokenizers import ByteTokenizer
 from atlasjax.nn import AttentionConfig, LanguageModel, MemoryConfig, ModelConfig
 from atlasjax.serve.chat import TemplateChat
@@ -28,7 +29,6 @@ from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
 
 from atlasjax.evaluate.harness import HarnessModel, generation
-from atlasjax.evaluate.kept import KeptResults
 from atlasjax.evaluate.scoring import Scorer
 from atlasjax.generate import SamplingConfig
 
