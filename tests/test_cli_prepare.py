@@ -5,6 +5,8 @@ import json
 import pytest
 
 from atlasjax import cli
+from atlasjax.cli import report
+from atlasjax.data import DataConfig
 from tests.data.conftest import make_texts
 from tests.test_cli import MODEL, PRESET, printed_by
 from tests.train.tiny import train_losses
@@ -71,10 +73,28 @@ def test_training_on_a_mixture_goes_on_where_it_was(prepared, capsys, monkeypatc
         train(folder, "one", "two", steps=2, run="b", more=more)
     out = train(folder, "one", "two", steps=4, run="b", more=more)
     assert "this model, 4 steps" in out
+    assert "interpolated trigram" in out
     assert train_losses(folder / "a") == train_losses(folder / "b")
     assert cli.main(["evaluate", "--run-dir", str(folder / "b")]) == 0
     assert cli.main(["evaluate", "--run-dir", str(folder / "b"), "--stream", "--piece", "64"]) == 0
     assert capsys.readouterr().out.count("bits per byte  ") == 2
+
+
+def test_baselines_of_prepared_data_are_those_of_its_text(prepared, monkeypatch):
+    folder, _ = prepared
+    source = DataConfig(source="jsonl", paths=(str(folder / "a.jsonl"),), column="body", separator="", shuffle=False)
+    sets = {"prepared": (str(folder / "one"),), "twice": (str(folder / "one"),) * 2}
+    found = {
+        name: report.baselines(DataConfig(source="prepared", paths=paths, packing="documents"))
+        for name, paths in sets.items()
+    }
+    assert list(found["prepared"]) == ["unigram of bytes", "interpolated trigram"]
+    # The order of documents matters only where one meets the next, and in the share that weights are fitted on.
+    assert found["prepared"] == pytest.approx(report.baselines(source), rel=0.01)
+    assert found["twice"]["unigram of bytes"] == pytest.approx(found["prepared"]["unigram of bytes"], rel=1e-3)
+    monkeypatch.setattr(report, "_BASELINE_CHARACTERS", 20_000)
+    cut = report.baselines(DataConfig(source="prepared", paths=sets["prepared"], packing="documents"))
+    assert list(cut) == ["unigram of bytes of 0M chars", "interpolated trigram of 0M chars"]
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ class _Shown:
     def __call__(self, report: Report) -> None:
         now = time.perf_counter()
         started, before = self._started.setdefault(report.stage, (now, report.tokens))
-        text = f"{report.stage}: {report.done} of {report.total} files · {report.tokens:,} tokens"
+        text = f"{report.stage}: {report.done:,} of {report.total:,} {report.unit} · {report.tokens:,} tokens"
         if now > started:
             text += f" · {(report.tokens - before) / (now - started):,.0f} tokens/s"
         if report.kept:

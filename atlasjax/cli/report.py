@@ -1,14 +1,18 @@
 """What `atlasjax train` prints at its end: baselines, a sample, and a prompt to try."""
 
 import collections
+import dataclasses
 import re
+from collections.abc import Iterator
 
 import numpy as np
 
-from atlasjax.data.config import DataConfig
+from atlasjax.data.config import DataConfig, Split
+from atlasjax.data.documents import in_order
 from atlasjax.data.pipeline import Pipeline
-from atlasjax.data.sources import load_text
-from atlasjax.data.tokenizers import Tokenizer
+from atlasjax.data.prepared import decoded
+from atlasjax.data.sources import load_documents
+from atlasjax.data.tokenizers import Tokenizer, make_tokenizer
 from atlasjax.evaluate.ngram import baselines as ngram_baselines
 from atlasjax.generate import SamplingConfig, generate
 from atlasjax.nn import LanguageModel, ModelConfig
@@ -16,21 +20,43 @@ from atlasjax.nn.mixer_check import why_not_decoded
 
 # Two whole words with which a line or a sentence begins; two anywhere; or what a text without spaces has.
 _BEGINNINGS = (r"(?:\n\s*|[.!?] )(\w+ \w+)[\s.,;:]", r"\s(\w+ \w+)[\s.,;:]", r"\w{1,20}")
-_BASELINE_CHARACTERS = 50_000_000  # beyond this, counting n-grams takes longer than it is worth
+_BASELINE_CHARACTERS = 5_000_000  # counting n-grams of them takes seconds
 
 
 def baselines(config: DataConfig) -> dict[str, float]:
     """Bits per byte of byte n-gram models, fitted to the training text of `config`, on its held-out text.
 
-    Empty if nothing is held out or the text does not fit in memory.
+    Of a longer text than 5 million characters they are those of its beginning, and their names say so. Empty if nothing is held
+    out.
     """
-    if not config.has_validation or not config.is_in_memory:
+    if not config.has_validation:
         return {}
-    train = load_text(config, "train")
-    if len(train) > _BASELINE_CHARACTERS:
-        return {}
-    scores = ngram_baselines(train, load_text(config, "validation"))
-    return {"unigram of bytes": scores["unigram"], "interpolated trigram": scores["trigram"]}
+    (train, cut), (held_out, _) = (_beginning(config, split) for split in ("train", "validation"))
+    scores = ngram_baselines(train, held_out)
+    part = f" of {len(train) / 1e6:.0f}M chars" if cut else ""
+    return {f"unigram of bytes{part}": scores["unigram"], f"interpolated trigram{part}": scores["trigram"]}
+
+
+def _beginning(config: DataConfig, split: Split) -> tuple[str, bool]:
+    """A split's text, or the beginning of it (of each of several prepared sets), and whether it is longer."""
+    if config.source != "prepared":
+        return _joined(in_order(load_documents(config, split)), config.separator, _BASELINE_CHARACTERS)
+    parts = []
+    for path in config.paths:
+        one = dataclasses.replace(config, paths=(path,), weights=())
+        pieces = decoded(one, make_tokenizer(one), split)
+        parts.append(_joined(pieces, "", _BASELINE_CHARACTERS // len(config.paths)))
+    return "".join(text for text, _ in parts), any(cut for _, cut in parts)
+
+
+def _joined(texts: Iterator[str], separator: str, most: int) -> tuple[str, bool]:
+    taken, size = [], 0
+    for text in texts:
+        if taken and size + len(text) > most:
+            return separator.join(taken), True
+        taken.append(text)
+        size += len(text)
+    return separator.join(taken), False
 
 
 def beginning(data: Pipeline, tokenizer: Tokenizer) -> str:

@@ -1,6 +1,6 @@
 """Random access to documents: the interface of every source, and views of a subset of the documents."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -63,3 +63,8 @@ class EveryNth:
             raise IndexError(f"Document {index} of {self._length}.")
         original = index + index // (self._n - 1) if self._complement else index * self._n + self._n - 1
         return self._documents[original]
+
+
+def in_order(documents: Documents) -> Iterator[str]:
+    """All documents, one after the other."""
+    return map(documents.__getitem__, range(len(documents)))

@@ -29,13 +29,15 @@ class Part:
 
     Attributes:
       name: its name in messages.
-      size: its number of bytes or documents, used only to compare parts.
+      size: its number of bytes, or of documents if it is not read from files of text.
       documents: returns its documents in order, each as pieces of text to be joined.
+      files: the files of text that it is read from.
     """
 
     name: str
     size: int
     documents: Callable[[], Iterator[Pieces]]
+    files: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +160,7 @@ def _input(config: DataConfig, *, separate: bool) -> tuple[Part, ...]:
         return _file_parts(config, _text_files(config, paths))
     if config.source == "jsonl":
         return tuple(
-            Part(str(file), file.stat().st_size, lambda file=file: _lines(config, file))  # type: ignore[misc]
+            Part(str(file), file.stat().st_size, lambda file=file: _lines(config, file), (str(file),))  # type: ignore[misc]
             for file in text_files(paths, (".jsonl",), config.encoding, config.errors)
         )
     return _document_parts(open_documents(config, separate=separate))
@@ -185,7 +187,12 @@ def _file_parts(config: DataConfig, files: list[storage.AnyPath], tail_of: Split
         room -= size
     read = lambda group: (_file(config, file, tail_of) for file in group)
     return tuple(
-        Part(str(group[0]), sum(file.stat().st_size for file in group), lambda group=group: _full(read(group)))  # type: ignore[misc]
+        Part(
+            str(group[0]),
+            sum(file.stat().st_size for file in group),
+            lambda group=group: _full(read(group)),  # type: ignore[misc]
+            tuple(map(str, group)),
+        )
         for group in groups
     )
 

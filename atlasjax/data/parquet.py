@@ -1,11 +1,13 @@
 """Reads one string column of Parquet files (such as FineWeb), one row group at a time."""
 
+import bisect
 import contextlib
 import difflib
 import functools
+import itertools
 import pathlib
 from collections.abc import Iterator, Sequence
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 
@@ -18,6 +20,9 @@ _CACHE_BYTES = 512 * 2**20  # fewer row groups are kept if they are large
 
 class ParquetDocuments:
     """The rows of one string column of Parquet files, one document each. A missing value is an empty document.
+
+    Strings may be stored in any way: as strings, large strings or string views, or as a dictionary of them, such as a category of
+    pandas.
 
     Only footers are read at construction. A row is read with its whole row group. The most recent row groups stay in memory: at
     most 16 and at most 512 MiB, but at least one.
@@ -56,7 +61,7 @@ class ParquetDocuments:
         self.blocks_in_memory = int(np.clip(_CACHE_BYTES // max(1, *num_bytes, 1), 1, _MAX_BLOCKS))
         self._read = functools.lru_cache(maxsize=self.blocks_in_memory)(self._read_group)
 
-    def _read_group(self, block: int):
+    def _read_group(self, block: int) -> "_Rows":
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -66,7 +71,7 @@ class ParquetDocuments:
                 _opened(self._files[file]) as source,
                 pq.ParquetFile(source, metadata=self._metadata[file], memory_map=True) as parquet,
             ):
-                return parquet.read_row_group(group, columns=[self._column], use_threads=False).column(0)
+                return _Rows(parquet.read_row_group(group, columns=[self._column], use_threads=False).column(0).chunks)
         except (pa.ArrowException, OSError) as error:
             start, end = map(int, self.block_offsets[block : block + 2])
             first, last = self._row(block, start), self._row(block, end - 1)
@@ -87,12 +92,24 @@ class ParquetDocuments:
             raise IndexError(f"Document {index} of {len(self)}.")
         block = int(np.searchsorted(self.block_offsets, index, side="right")) - 1
         try:
-            return self._read(block)[index - int(self.block_offsets[block])].as_py() or ""
+            return self._read(block)[index - int(self.block_offsets[block])]
         except UnicodeDecodeError as error:
             raise ValueError(
                 f"The data file {str(self._files[self._groups[block][0]])!r} is not UTF-8 in row {self._row(block, index)} (column "
                 f"{self._column!r}): {error.reason} at byte {error.start}."
             ) from None
+
+
+class _Rows:
+    """The values of a row group, which pyarrow gives in chunks: a whole of them would take time for each value to find its own."""
+
+    def __init__(self, chunks: Sequence[Any]):
+        self._chunks = chunks
+        self._ends = list(itertools.accumulate(map(len, chunks)))
+
+    def __getitem__(self, index: int) -> str:
+        which = bisect.bisect_right(self._ends, index)
+        return self._chunks[which][index - self._ends[which]].as_py() or ""
 
 
 @contextlib.contextmanager
@@ -117,6 +134,7 @@ def _string_column(metadata, column: str, file: storage.AnyPath) -> int:
             f"The data file {str(file)!r} has no column {column!r}.{hint} It has: {', '.join(schema.names)}."
         )
     kind = schema.field(column).type
-    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+    stored = kind.value_type if pa.types.is_dictionary(kind) else kind
+    if not (pa.types.is_string(stored) or pa.types.is_large_string(stored) or pa.types.is_string_view(stored)):
         raise ValueError(f"Column {column!r} of the data file {str(file)!r} has type {kind}; it should hold strings.")
     return next(i for i in range(metadata.num_columns) if metadata.schema.column(i).path == column)

@@ -46,7 +46,8 @@ class Report:
 
     Attributes:
       stage: "tokenizing" or "shuffling".
-      done, total: number of finished files and of all files of this stage.
+      done, total: how many of its inputs are finished, and how many there are.
+      unit: what these are: "files" of the source, or "documents".
       fraction: finished fraction of this stage, by size, in [0, 1].
       tokens: tokens written in this stage so far, including unfinished files.
       kept: how many of these tokens an earlier run wrote.
@@ -55,6 +56,7 @@ class Report:
     stage: str
     done: int
     total: int
+    unit: str
     fraction: float
     tokens: int
     kept: int
@@ -69,6 +71,11 @@ class _Gathered:
     num_documents: int
     num_files: int
     shuffle_seed: int | None
+
+    def places(self, number: int) -> range:
+        """The places in the split of the documents of a final file."""
+        first, last = (self.num_documents * i // self.num_files for i in (number, number + 1))
+        return range(first, last)
 
 
 def prepare(
@@ -314,9 +321,13 @@ def _tokenize(
     """The token files of the parts of every input."""
     names = [[f"{i}-{number:06d}" for number in range(len(parts))] for i, parts in enumerate(inputs.parts)]
     tasks = {names[i][number]: (i, number) for i, parts in enumerate(inputs.parts) for number in range(len(parts))}
-    sizes = {name: inputs.parts[i][number].size for name, (i, number) in tasks.items()}
+    parts = {name: inputs.parts[i][number] for name, (i, number) in tasks.items()}
+    sizes, files = (
+        {name: part.size for name, part in parts.items()},
+        {name: part.files for name, part in parts.items()},
+    )
     itemsize = token_dtype(tokenizer.vocab_size).itemsize
-    stage = _Stage("tokenizing", folder / "parts", sizes, itemsize, report)
+    stage = _Stage("tokenizing", folder / "parts", sizes, files, itemsize, report)
     stage.run(_encoder, (config, folder), tasks, workers)
     return [[stage.finished[name] for name in each] for each in names]
 
@@ -364,7 +375,8 @@ def _plan(
             raise ValueError(f"The {split} split is empty: it is {why}, and none of them has any text.")
         raise ValueError(
             f"The {split} split is empty: it is {why}, with {tokens} tokens in total. Use more text, another "
-            f"validation_fraction (now {config.validation_fraction}) or separate validation data."
+            f"--data.validation-fraction (now {config.validation_fraction}) or separate validation data "
+            "(--data.validation-paths)."
         )
     num_files = min(count, -(-(tokens * count // documents) // shard_tokens) or 1)
     return _Gathered(files, selection, count, num_files, config.seed if config.shuffle and split == "train" else None)
@@ -379,7 +391,8 @@ def _gather(
 ) -> dict[Split, tuple[TokenFile, ...]]:
     names = {split: [f"{split}-{i:05d}" for i in range(plan.num_files)] for split, plan in plans.items()}
     tasks = {name: (split, i) for split, each in names.items() for i, name in enumerate(each)}
-    stage = _Stage("shuffling", folder, dict.fromkeys(tasks, 1), token_dtype(tokenizer.vocab_size).itemsize, report)
+    sizes = {name: len(plans[split].places(i)) for name, (split, i) in tasks.items()}
+    stage = _Stage("shuffling", folder, sizes, {}, token_dtype(tokenizer.vocab_size).itemsize, report)
     stage.run(_gatherer, (folder, plans), tasks, workers)
     return {split: tuple(stage.finished[name] for name in each) for split, each in names.items()}
 
@@ -397,11 +410,10 @@ def _gatherer(folder: pathlib.Path, plans: dict[Split, _Gathered]) -> Callable[[
     def gather(task: tuple[Split, int]) -> TokenFile:
         split, number = task
         plan, parts = plans[split], read[split]
-        first, last = (plan.num_documents * i // plan.num_files for i in (number, number + 1))
         # Only what is evaluated needs the bytes of each token.
         sized = parts.is_sized and split == "validation"
         with TokenWriter(folder, f"{split}-{number:05d}", dtype, sized=sized) as writer:
-            for place in range(first, last):
+            for place in plan.places(number):
                 if plan.shuffle_seed is not None:
                     place = index_shuffle(place, max_index=plan.num_documents - 1, seed=plan.shuffle_seed, rounds=4)
                 start, stop = parts.document(plan.selection.document(place))
@@ -421,7 +433,8 @@ class _Stage:
     Attributes:
       name: name of the stage.
       folder: folder of the files.
-      sizes: by name, weight in the finished fraction.
+      sizes: by name, weight in the finished fraction. These are numbers of documents if there are no `inputs`.
+      inputs: by name, the files of the source that it is made from. A file may be an input of several.
       itemsize: bytes per token.
       report: called with the progress.
       finished: finished files, by name.
@@ -430,6 +443,7 @@ class _Stage:
     name: str
     folder: pathlib.Path
     sizes: dict[str, int]
+    inputs: dict[str, tuple[str, ...]]
     itemsize: int
     report: Callable[[Report], None]
     finished: dict[str, TokenFile] = dataclasses.field(default_factory=dict)
@@ -455,11 +469,16 @@ class _Stage:
                 self.finished[waiting[task]] = file
             if time.monotonic() - reported > _TICK or len(self.finished) == len(tasks):
                 reported = time.monotonic()
-                self.report(self._progress(len(tasks), kept))
+                self.report(self._progress(kept))
 
-    def _progress(self, total: int, kept: int) -> Report:
+    def _progress(self, kept: int) -> Report:
         done, whole = (sum(self.sizes[name] for name in names) for names in (self.finished, self.sizes))
         begun = (self.folder / f"{name}.tokens" for name in self.sizes if name not in self.finished)
         tokens = sum(path.stat().st_size // self.itemsize for path in begun if path.exists())
         tokens += sum(file.tokens for file in self.finished.values())
-        return Report(self.name, len(self.finished), total, done / max(whole, 1), tokens, kept)
+        fraction = done / max(whole, 1)
+        files = {file for each in self.inputs.values() for file in each}
+        if not files:
+            return Report(self.name, done, whole, "documents", fraction, tokens, kept)
+        waiting = {file for name, each in self.inputs.items() if name not in self.finished for file in each}
+        return Report(self.name, len(files - waiting), len(files), "files", fraction, tokens, kept)

@@ -1,6 +1,7 @@
 """Opens prepared data sets for training and evaluation."""
 
 import dataclasses
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -13,6 +14,8 @@ from atlasjax.data.sources import load_documents
 from atlasjax.data.token_files import TokenFiles
 from atlasjax.data.tokenizers import Tokenizer
 from atlasjax.data.windows import token_stream, with_sizes
+
+_DECODED = 2**20  # tokens decoded at once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +95,19 @@ def load_tokens(config: DataConfig, tokenizer: Tokenizer, split: Split) -> np.nd
         return token_stream(load_documents(config, split), tokenizer, config.separator, sized=True)
     found = open_prepared(config, tokenizer, split)[0][:]
     return found.astype(np.int32) if found.ndim == 2 else with_sizes(tokenizer, found)
+
+
+def decoded(config: DataConfig, tokenizer: Tokenizer, split: Split) -> Iterator[str]:
+    """The text of a split of prepared data in pieces, as its tokens give it: without what the tokenizer drops of a text.
+
+    Raises as `open_prepared`.
+    """
+    tokens = open_prepared(config, tokenizer, split)[0]
+    for number in range(tokens.num_documents):
+        start, end = tokens.document(number)
+        for at in range(start, end, _DECODED):  # a character is cut where a document has more tokens than that
+            ids = tokens[at : min(at + _DECODED, end)]
+            yield tokenizer.decode((ids[0] if ids.ndim == 2 else ids).tolist())
 
 
 def identity(config: DataConfig, sets: list[PreparedSplit]) -> dict[str, object]:

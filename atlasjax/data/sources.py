@@ -53,8 +53,8 @@ def load_documents(config: DataConfig, split: Split) -> Documents:
     check.literal("split", split, Split)
     if split == "validation" and not config.has_validation:
         raise ValueError(
-            "There is no validation split: validation_fraction is 0 and no separate validation data is given "
-            "(data.validation_paths; `atlasjax evaluate --text FILE`)."
+            "There is no validation split: --data.validation-fraction is 0 and no separate validation data is given "
+            "(--data.validation-paths; `atlasjax evaluate --text FILE`)."
         )
     documents = open_documents(config, separate=config.separate_validation and split == "validation")
     if not len(documents):
@@ -65,10 +65,10 @@ def load_documents(config: DataConfig, split: Split) -> Documents:
     how = default_held_out(config, len(documents)) if config.held_out == "auto" else config.held_out
     if how == "documents":
         if len(documents) < period:
-            cut = "held_out 'tail', " if config.is_in_memory else ""
+            cut = "--data.held-out tail, " if config.is_in_memory else ""
             raise ValueError(
-                f"validation_fraction {config.validation_fraction} holds out every {period}th document, but there are only "
-                f"{len(documents)}; use {cut}a larger fraction, or separate validation data."
+                f"--data.validation-fraction {config.validation_fraction} holds out every {period}th document, but there are "
+                f"only {len(documents)}; use {cut}a larger fraction, or separate validation data (--data.validation-paths)."
             )
         return EveryNth(documents, period, complement=split == "train")
     assert isinstance(documents, TextDocuments), "DataConfig allows cutting only where the text is in memory"

@@ -2,10 +2,9 @@
 
 import codecs
 import difflib
-import gzip
 import zlib
-from collections.abc import Iterator, Sequence
-from typing import IO, Literal
+from collections.abc import Callable, Iterator, Sequence
+from typing import IO, Literal, Protocol
 
 from atlasjax import json_text, storage
 from atlasjax.data.documents import TextDocuments
@@ -15,6 +14,8 @@ from atlasjax.machine import machine_memory
 Errors = Literal["strict", "replace", "skip"]
 _HANDLERS = {"strict": "strict", "replace": "replace", "skip": "ignore"}  # of Python's codecs
 _READ = 2**20  # bytes read at once
+_COMPRESSED = 2**14  # of a compressed file, which may become a thousand times as many
+_MARK = "\ufeff"  # a byte-order mark
 _SMALL = 64  # bytes; a file this small may be non-empty and still hold no text (a byte-order mark, an empty gzip file)
 
 
@@ -27,22 +28,33 @@ def is_encoding(name: str) -> bool:
     return found._is_text_encoding and found.incrementaldecoder is not None  # type: ignore[attr-defined]
 
 
-def open_bytes(path: storage.AnyPath) -> IO[bytes]:
-    """Open a file for reading; .gz and .zst are decompressed.
+class _Decompressor(Protocol):
+    """One member of a compressed file, as `zlib` and both libraries of Zstandard read it."""
+
+    @property
+    def eof(self) -> bool: ...
+
+    @property
+    def unused_data(self) -> bytes: ...
+
+    def decompress(self, data: bytes, /) -> bytes: ...
+
+
+def _decompressor(path: storage.AnyPath) -> Callable[[], _Decompressor] | None:
+    """What begins a member of a compressed file; None for any other.
 
     Raises:
       ValueError: the file is .zst, and neither Python 3.14 nor `zstandard` is available.
     """
     suffix = path.suffix.lower()
     if suffix not in COMPRESSIONS:
-        return path.open("rb")
-    source = path.open("rb") if isinstance(path, storage.StorePath) else path
+        return None
     if suffix == ".gz":
-        return gzip.open(source, "rb")  # type: ignore[return-value]
+        return lambda: zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
     try:
         from compression import zstd  # type: ignore[import-not-found]
 
-        return zstd.open(source, "rb")
+        return zstd.ZstdDecompressor
     except ImportError:
         pass
     try:
@@ -52,14 +64,17 @@ def open_bytes(path: storage.AnyPath) -> IO[bytes]:
             f"The data file {str(path)!r} is compressed with Zstandard, which needs Python 3.14 or the package zstandard: "
             "pip install 'atlasjax[zstd]'."
         ) from None
-    return zstandard.open(source, "rb")  # type: ignore[arg-type]
+    return lambda: zstandard.ZstdDecompressor().decompressobj()
 
 
 def text_pieces(path: storage.AnyPath, encoding: str = "utf-8", errors: Errors = "strict") -> Iterator[str]:
-    """Read a file as text, about a megabyte at a time. A byte-order mark at its start is dropped; line ends are kept.
+    """Read a file as text, about a megabyte at a time. Line ends are kept.
+
+    A byte-order mark is dropped at the start of the file, of a line and of a member of a compressed file: files that were joined
+    (`cat a.txt b.txt`, `cat a.txt.gz b.txt.gz`) have one at the start of each.
 
     Args:
-      path: the file; .gz and .zst are decompressed.
+      path: the file; .gz and .zst are decompressed, with all members that were joined.
       encoding: the name of the encoding.
       errors: how to handle bytes that are invalid in the encoding: raise, replace with U+FFFD, or drop.
 
@@ -68,11 +83,13 @@ def text_pieces(path: storage.AnyPath, encoding: str = "utf-8", errors: Errors =
 
     Raises:
       ValueError: the file has invalid bytes (the message gives the offset of the first), lacks the byte-order mark that its
-        encoding needs, or cannot be decompressed.
+        encoding needs, is an archive or is compressed in another way than its name says, or cannot be decompressed.
     """
     decoder = codecs.getincrementaldecoder(encoding)(_HANDLERS[errors])
-    at_start, read = True, 0
-    for data in _chunks(path):
+    starts, read = True, 0
+    for data, begins in _chunks(path):
+        if not read:
+            _check_kind(path, data)
         read += len(data)
         try:
             text = decoder.decode(data, final=not data)
@@ -86,26 +103,73 @@ def text_pieces(path: storage.AnyPath, encoding: str = "utf-8", errors: Errors =
             raise ValueError(
                 f"The data file {str(path)!r} is not {encoding.upper()}: {error}. Set its encoding, e.g. --data.encoding utf-16-le."
             ) from None
-        if at_start and text:
-            text, at_start = text.removeprefix("\ufeff"), False
+        starts = starts or begins
+        if text:
+            ends = text.endswith("\n")
+            text = (text.removeprefix(_MARK) if starts else text).replace(f"\n{_MARK}", "\n")
+            starts = ends
         if text:
             yield text
 
 
-def _chunks(path: storage.AnyPath) -> Iterator[bytes]:
-    """The decompressed content of a file, followed by b""."""
-    data = b"first"
-    with open_bytes(path) as file:
-        while data:
-            try:
-                data = file.read(_READ)
-            except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-                raise ValueError(f"The data file {str(path)!r} cannot be decompressed: {error}.") from None
-            except Exception as error:
-                if type(error).__name__ != "ZstdError":  # its module depends on the library that reads the file
-                    raise
-                raise ValueError(f"The data file {str(path)!r} cannot be decompressed: {error}.") from None
-            yield data
+# How archives and compressed files begin, at a place. Their bytes are valid in some encodings, such as latin-1.
+_KINDS = (
+    (0, b"PK\x03\x04", "a zip archive"),
+    (257, b"ustar\0", "a tar archive"),
+    (257, b"ustar  \0", "a tar archive"),
+    (0, b"7z\xbc\xaf\x27\x1c", "a 7z archive"),
+    (0, b"\x1f\x8b\x08", "compressed with gzip"),
+    (0, b"\x28\xb5\x2f\xfd", "compressed with Zstandard"),
+    (0, b"\xfd7zXZ\x00", "compressed with xz"),
+    (4, b"1AY&SY", "compressed with bzip2"),
+)
+
+
+def _check_kind(path: storage.AnyPath, data: bytes) -> None:
+    for place, magic, kind in _KINDS:
+        if data.startswith(magic, place):
+            raise ValueError(
+                f"The data file {str(path)!r} is {kind}, not text. Unpack it; of compressed files, .gz and .zst are read."
+            )
+
+
+def _chunks(path: storage.AnyPath) -> Iterator[tuple[bytes, bool]]:
+    """The decompressed content of a file, each with whether a member begins with it, followed by b""."""
+    make = _decompressor(path)
+    with path.open("rb") as file:
+        if make is None:
+            while data := file.read(_READ):
+                yield data, False
+        else:
+            yield from _decompressed(path, file, make)
+    yield b"", False
+
+
+def _decompressed(
+    path: storage.AnyPath, file: IO[bytes], make: Callable[[], _Decompressor]
+) -> Iterator[tuple[bytes, bool]]:
+    # By hand, because the streams of zstandard end without an error where a file was cut off.
+    member, begins = make(), True
+    rest, begun = b"", False  # what follows a member, and whether anything of this one was read
+    try:
+        while rest or (rest := file.read(_COMPRESSED)):
+            if not begun and path.suffix.lower() == ".gz" and not (rest := rest.lstrip(b"\0")):
+                continue  # padding between members
+            data, begun = member.decompress(rest), True
+            if data:
+                yield data, begins
+                begins = False
+            rest = member.unused_data if member.eof else b""
+            if member.eof:
+                member, begins, begun = make(), True, False
+    except Exception as error:
+        if not isinstance(error, EOFError | zlib.error) and type(error).__name__ != "ZstdError":
+            raise  # the module of ZstdError depends on the library
+        raise ValueError(f"The data file {str(path)!r} cannot be decompressed: {error}.") from None
+    if begun:
+        raise ValueError(
+            f"The data file {str(path)!r} cannot be decompressed: it was cut off before its end-of-stream marker."
+        )
 
 
 def json_documents(

@@ -144,6 +144,20 @@ def test_the_result_does_not_depend_on_the_workers(sources, tmp_path):
     last = [report for report in reports if report.done == report.total]
     assert {report.stage for report in last} == {"tokenizing", "shuffling"}
     assert all(report.fraction == 1 and report.tokens > 1000 and not report.kept for report in last)
+    assert {(report.stage, report.total, report.unit) for report in last} == {
+        ("tokenizing", 2, "files"), ("shuffling", 90, "documents")
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "total"), [("text", (90, "files")), ("text tails", (2, "files")), ("parquet", (90, "documents"))]
+)
+def test_progress_counts_what_is_read_not_what_is_written(kind, total, sources, tmp_path):
+    reports = []
+    prepare(sources[kind], tmp_path / "out", on_report=reports.append)
+    first = [report for report in reports if report.stage == "tokenizing"]
+    assert (first[-1].total, first[-1].unit) == total
+    assert first[-1].done == first[-1].total
 
 
 class Stopped(BaseException):
@@ -426,11 +440,11 @@ def test_another_fraction_can_have_the_folder_of_an_empty_split(tmp_path):
     file = tmp_path / "two.jsonl"
     file.write_text('{"text": "one"}\n{"text": "another"}\n')
     config = DataConfig(source="jsonl", paths=(str(file),), packing="documents")
-    with pytest.raises(ValueError, match="another validation_fraction"):
+    with pytest.raises(ValueError, match=r"another --data.validation-fraction"):
         prepare(config, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     (tmp_path / "out").mkdir()
-    with pytest.raises(ValueError, match="another validation_fraction"):
+    with pytest.raises(ValueError, match=r"another --data.validation-fraction"):
         prepare(config, tmp_path / "out")
     splits = prepare(dataclasses.replace(config, validation_fraction=0.5), tmp_path / "out").splits
     assert [sum(file.documents for file in splits[split]) for split in ("train", "validation")] == [1, 1]

@@ -15,7 +15,7 @@ import pytest
 
 from atlasjax.data import DataConfig, load_documents, load_text, make_pipeline, make_tokenizer, prepare
 from atlasjax.data.documents import EveryNth, TextDocuments
-from atlasjax.data.parquet import ParquetDocuments
+from atlasjax.data.parquet import ParquetDocuments, _Rows
 from atlasjax.data.sources import embedded_documents
 from atlasjax.train.evaluations import text_data
 
@@ -219,6 +219,41 @@ def test_parquet_keeps_few_row_groups_in_memory(parquet_folder, monkeypatch):
 def test_parquet_missing_value_is_an_empty_document(tmp_path):
     pq.write_table(pa.table({"text": ["a", None, "b"]}), tmp_path / "f.parquet")
     assert everything(ParquetDocuments([str(tmp_path)], "text")) == ["a", "", "b"]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pa.string(),
+        pa.large_string(),
+        pa.string_view(),
+        pa.dictionary(pa.int8(), pa.string()),
+        pa.dictionary(pa.int32(), pa.large_string()),
+    ],
+    ids=str,
+)
+def test_parquet_strings_of_every_kind(tmp_path, kind):
+    """polars writes string views and large strings, pandas its categories as dictionaries."""
+    texts = ["größer", None, "a", "a", "", "größer"]
+    pq.write_table(pa.table({"text": pa.array(texts).cast(kind)}), tmp_path / "f.parquet", row_group_size=4)
+    documents = load_documents(DataConfig(source="parquet", paths=(str(tmp_path),), validation_fraction=0), "train")
+    assert [documents[i] for i in range(len(documents))] == [text or "" for text in texts]
+
+
+def test_parquet_rows_in_many_chunks():
+    """As pyarrow returns row groups of more than 2 GiB. Some chunks are empty."""
+    texts = [str(i) for i in range(20)]
+    rows = _Rows([pa.array(texts[a:b], pa.string()) for a, b in ((0, 0), (0, 7), (7, 7), (7, 8), (8, 20))])
+    assert [rows[i] for i in range(20)] == texts
+
+
+@pytest.mark.parametrize(
+    "kind", [pa.dictionary(pa.int8(), pa.int64()), pa.binary(), pa.large_list(pa.string())], ids=str
+)
+def test_parquet_columns_that_hold_no_strings(tmp_path, kind):
+    pq.write_table(pa.table({"text": pa.array([None], kind)}), tmp_path / "f.parquet")
+    with pytest.raises(ValueError, match=r"Column 'text' of the data file .* has type .*; it should hold strings."):
+        ParquetDocuments([str(tmp_path)], "text")
 
 
 def plain_parquet(path, texts) -> None:
@@ -447,12 +482,14 @@ def test_bad_configuration(fields, message):
 
 
 def test_no_validation_split(text_folder):
-    with pytest.raises(ValueError, match="no validation split: validation_fraction is 0"):
+    with pytest.raises(ValueError, match=r"no validation split: --data.validation-fraction is 0"):
         load_documents(DataConfig(validation_fraction=0), "validation")
     with pytest.raises(ValueError, match=r"Unknown split 'valid'\. Did you mean 'validation'"):
         load_documents(DataConfig(), "valid")
     config = DataConfig(source="text", paths=(str(text_folder),), held_out="documents", validation_fraction=0.01)
-    with pytest.raises(ValueError, match="every 100th document, but there are only 90; use held_out 'tail', a larger"):
+    with pytest.raises(
+        ValueError, match=r"every 100th document, but there are only 90; use --data.held-out tail, a larger"
+    ):
         load_documents(config, "train")
 
 

@@ -1,7 +1,10 @@
 """Encodings, compressed files and JSON lines."""
 
+import bz2
 import gzip
 import json
+import lzma
+import shutil
 import sys
 
 import pytest
@@ -86,6 +89,56 @@ def test_gzip_that_was_cut_off(tmp_path):
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(bytes(range(128)) * 999)[:-20])
     with pytest.raises(ValueError, match=r"a.txt.gz' cannot be decompressed: .*end-of-stream"):
         read("text", tmp_path)
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, zst, None])
+@pytest.mark.parametrize("size", [3, 2**20])
+def test_files_that_were_joined_have_a_mark_at_the_start_of_each(tmp_path, monkeypatch, pack, size):
+    """`cat a b > c` of text or JSON lines, as they are or compressed."""
+    monkeypatch.setattr("atlasjax.data.text._READ", size)
+    monkeypatch.setattr("atlasjax.data.text._COMPRESSED", size)
+    ending = {gzip.compress: ".gz", zst: ".zst", None: ""}[pack]
+    joined = lambda *parts: b"".join(map(pack or bytes, parts))
+    mark = b"\xef\xbb\xbf"
+    (tmp_path / f"a.txt{ending}").write_bytes(
+        joined(mark + "ä\n".encode(), mark + b"b \xef\xbb\xbf c\n", b"", mark + b"d")
+    )
+    assert read("text", tmp_path) == ["ä\nb \ufeff c\nd"], "a mark inside a line is a character"
+    lines = [mark + b'{"text": "one"}\n', mark + b'{"text": "two"}\r\n', mark + b'{"text": "three"}']
+    (tmp_path / f"a.jsonl{ending}").write_bytes(joined(*lines))
+    assert read("jsonl", tmp_path) == ["one", "two", "three"]
+    if pack is not None:  # the member says where the second file begins; a character may be divided between two
+        (tmp_path / f"a.txt{ending}").write_bytes(joined(mark + b"one" + b"\xc3", b"\xa4", mark + b"two"))
+        assert read("text", tmp_path) == ["oneätwo"]
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, zst])
+def test_a_joined_file_that_was_cut_off(tmp_path, pack):
+    ending = "gz" if pack is gzip.compress else "zst"
+    (tmp_path / f"a.txt.{ending}").write_bytes(pack(b"A" * 10_000) + pack(b"B" * 10_000)[:-3])
+    with pytest.raises(ValueError, match=rf"a.txt.{ending}' cannot be decompressed: .*end-of-stream"):
+        read("text", tmp_path)
+    (tmp_path / f"a.txt.{ending}").write_bytes(pack(b"A" * 10_000) + b"some more")
+    with pytest.raises(ValueError, match=rf"a.txt.{ending}' cannot be decompressed: "):
+        read("text", tmp_path)
+
+
+def test_padding_after_gzip(tmp_path):
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"A") + bytes(700) + gzip.compress(b"B") + bytes(300))
+    assert read("text", tmp_path) == ["AB"]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1"])
+def test_archives_are_no_text(tmp_path, encoding):
+    (tmp_path / "member.txt").write_text("text")
+    for kind, what in (("zip", "a zip archive"), ("tar", "a tar archive"), ("gztar", "a tar archive")):
+        packed = shutil.make_archive(str(tmp_path / "a"), kind, tmp_path, "member.txt")
+        with pytest.raises(ValueError, match=f"{packed}' is {what}, not text. Unpack it; of compressed files, .gz and"):
+            read("text", packed, encoding=encoding)
+    for pack, what in ((gzip.compress, "gzip"), (bz2.compress, "bzip2"), (lzma.compress, "xz")):
+        (tmp_path / "a.jsonl").write_bytes(pack(b'{"text": "a"}'))
+        with pytest.raises(ValueError, match=f"a.jsonl' is compressed with {what}, not text."):
+            read("jsonl", tmp_path / "a.jsonl", encoding=encoding)
 
 
 def test_zst_without_a_reader(tmp_path, monkeypatch):
