@@ -79,7 +79,13 @@ import json, os, sys
 with open(os.environ["CALLS"], "a") as file:
     file.write(json.dumps([os.path.basename(sys.argv[0]), *sys.argv[1:]]) + chr(10))
 if os.path.basename(sys.argv[0]) == "gcloud" and "describe" in sys.argv:
-    print("ACTIVE")
+    with open(os.environ["STATES"]) as file:
+        state, *rest = file.read().split()
+    with open(os.environ["STATES"], "w") as file:  # the last one stays
+        file.write(" ".join(rest or [state]))
+    if state == "NOT_FOUND":
+        sys.exit(1)
+    print("" if state == "EMPTY" else state)
 codes = os.environ.get("CODES", "0").split()
 with open(os.environ["CALLS"]) as file:
     sys.exit(int(codes[min(len(file.readlines()), len(codes)) - 1]))
@@ -98,6 +104,9 @@ def stubs(tmp_path, monkeypatch):
     (tmp_path / "venv" / "bin" / "activate").write_text("")
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
+    monkeypatch.setenv("STATES", str(tmp_path / "states"))
+    (tmp_path / "states").write_text("NOT_FOUND ACTIVE")
+    monkeypatch.setenv("POLL", "0")
     monkeypatch.setenv("VENV", str(tmp_path / "venv"))
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("RESTART_WAIT", "0")
@@ -148,14 +157,78 @@ def test_tpu_vms(stubs):
     launch("tpu_vm.sh", "delete")
     launch("tpu_vm.sh", code=2)
     calls = stubs()
-    assert calls[0][:5] == ["gcloud", "compute", "tpus", "queued-resources", "create"]
-    assert "--spot" in calls[0]
+    assert [call[4] for call in calls[:3]] == ["describe", "create", "describe"]
+    assert calls[1][:5] == ["gcloud", "compute", "tpus", "queued-resources", "create"]
+    assert "--spot" in calls[1]
+    assert "--service-account" not in calls[1]
+    assert calls[1][calls[1].index("--node-id") + 1] == "atlasjax"
     (start,) = (call[call.index("--command") + 1] for call in calls if "run.sh atlasjax" in " ".join(call))
     assert "JAX_COORDINATOR_PORT=8476" in start
     arguments = re.search(r"run\.sh atlasjax (.*?) > ", start, re.DOTALL)[1].replace("\\\n", " ").split()
     config = config_of(arguments)
     assert config.processes.distributed
     assert config.run_dir.startswith("gs://")
+
+
+# QueuedResourceState.State of the API of Cloud TPU: what is on the way to ACTIVE, and what is not.
+WAITING = ("CREATING", "ACCEPTED", "WAITING_FOR_RESOURCES", "PROVISIONING")
+ENDED = ("FAILED", "SUSPENDING", "SUSPENDED", "DELETING")
+
+
+@pytest.mark.parametrize(
+    "states", [*WAITING, "STATE_UNSPECIFIED", "EMPTY", " ".join(WAITING), "CREATING NOT_FOUND EMPTY"]
+)
+def test_a_slice_is_waited_for(stubs, tmp_path, states):
+    (tmp_path / "states").write_text(f"NOT_FOUND {states} ACTIVE")
+    launch("tpu_vm.sh", "create")
+    assert [call[4] for call in stubs()] == ["describe", "create", *["describe"] * (len(states.split()) + 1)]
+
+
+@pytest.mark.parametrize("state", ENDED)
+@pytest.mark.parametrize("before", ["NOT_FOUND CREATING", "CREATING CREATING"])
+def test_a_slice_that_will_not_come_is_not_waited_for(stubs, tmp_path, state, before):
+    (tmp_path / "states").write_text(f"{before} {state}")
+    found = launch("tpu_vm.sh", "create", code=1)
+    assert f"{state}\nlaunch/tpu_vm.sh: the request atlasjax is {state} and will not become ACTIVE." in found.stderr
+    assert "'delete', then 'create'" in found.stderr
+    assert sum(call[4] == "create" for call in stubs()) == before.startswith("NOT_FOUND")
+    assert "yaml(state)" in stubs()[-1], "the reason is printed"
+
+
+@pytest.mark.parametrize("state", ["STATE_UNSPECIFIED", "EMPTY", "NOT_FOUND", "NEW_STATE"])
+def test_what_is_no_state_is_not_waited_for_long(stubs, tmp_path, state):
+    (tmp_path / "states").write_text(f"NOT_FOUND {state}")
+    found = launch("tpu_vm.sh", "create", code=1)
+    assert "for the tenth time; it should become ACTIVE." in found.stderr
+    assert len(stubs()) == 12
+
+
+def test_the_wait_for_a_slice_ends(stubs, tmp_path):
+    (tmp_path / "states").write_text("NOT_FOUND WAITING_FOR_RESOURCES")
+    found = launch("tpu_vm.sh", "create", code=1, WAIT_HOURS="0")
+    assert "atlasjax is WAITING_FOR_RESOURCES after 0 h (WAIT_HOURS). 'create' waits on" in found.stderr
+    (tmp_path / "states").write_text("WAITING_FOR_RESOURCES ACTIVE")
+    launch("tpu_vm.sh", "create")
+    assert sum(call[4] == "create" for call in stubs()) == 1, "the request is still there"
+
+
+def test_several_slices_and_a_service_account(stubs):
+    more = {"SLICES": "2", "SERVICE_ACCOUNT": "a@b.iam", "SPOT": "no", "ACCELERATOR": "v5litepod-64"}
+    for command in ("create", "install", "start", "stop"):
+        launch("tpu_vm.sh", command, **more)
+    launch("tpu_vm.sh", "log", "3", "1", **more)
+    calls = stubs()
+    create = " ".join(calls[1])
+    for words in (
+        "--node-count 2 --node-prefix atlasjax",
+        "--service-account a@b.iam --scopes https://",
+        "v5litepod-64",
+    ):
+        assert words in create
+    assert "--spot" not in create
+    assert "--node-id" not in create
+    ssh = [call[5] for call in calls if "ssh" in call]
+    assert ssh == ["atlasjax-0", "atlasjax-1"] * 3 + ["atlasjax-1"]
 
 
 def test_xpk(stubs):
@@ -227,8 +300,71 @@ def test_the_image_installs_what_exists():
     for copied in re.findall(r"^COPY (.*) \S+$", text, re.MULTILINE):
         assert all((ROOT / name).exists() for name in copied.split())
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    wanted = re.search(r"\.\[(\w+)\]", (LAUNCH / "install.sh").read_text())[1]
-    assert wanted in extras
+    wanted = re.findall(r"extras=(\S+)", (LAUNCH / "install.sh").read_text())
+    assert wanted == ["gcs,tpu", "gcs,cuda", "gcs"]
+    assert {extra for each in wanted for extra in each.split(",")} <= set(extras)
+
+
+PYTHON = """#!/usr/bin/env bash
+echo "python3 $*" >> "$CALLS"
+case "$*" in
+  --version) echo "Python $VERSION" ;;
+  *version_info*) [ "$VERSION" != 3.10.12 ] ;;
+  *ensurepip*) [ "$ENSUREPIP" = yes ] ;;
+  "-m pip install --quiet --user uv") [ "$PIP" = yes ] ;;
+  "-m venv "* | "-m uv "*) for venv; do :; done; mkdir -p "$venv/bin"; touch "$venv/bin/activate" ;;
+esac
+"""
+UV = """#!/usr/bin/env bash
+echo "uv $*" >> "$CALLS"
+for venv; do :; done
+mkdir -p "$venv/bin"
+touch "$venv/bin/activate"
+"""
+
+
+@pytest.mark.parametrize(
+    ("version", "ensurepip", "uv", "pip", "made"),
+    [
+        ("3.11.4", "yes", False, "no", "python3 -m venv"),
+        ("3.10.12", "yes", True, "no", "uv venv --quiet --seed --python 3.12"),
+        ("3.10.12", "yes", False, "yes", "python3 -m uv venv --quiet --seed --python 3.12"),
+        ("3.12.3", "no", True, "no", "uv venv --quiet --seed --python 3.12"),
+        ("3.10.12", "yes", False, "no", None),
+    ],
+)
+def test_the_install_script_brings_a_python(tmp_path, version, ensurepip, uv, pip, made):
+    """Before it makes anything, it looks at what there is. Ubuntu 22.04, of the images of TPU v5e, has Python 3.10."""
+    if not uv and shutil.which("uv", path="/usr/bin:/bin"):
+        pytest.skip("this machine has a uv beside its shell")
+    programs = {"python3": PYTHON, "atlasjax": "#!/bin/sh\necho atlasjax 1\n"} | ({"uv": UV} if uv else {})
+    (tmp_path / "bin").mkdir()
+    for name, text in programs.items():
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
+    venv, calls = tmp_path / "venv", tmp_path / "calls"
+    more = {
+        "PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin",
+        "CALLS": str(calls),
+        "VERSION": version,
+        "ENSUREPIP": ensurepip,
+        "PIP": pip,
+    }
+    done = subprocess.run(
+        [LAUNCH / "install.sh", "tpu", venv], capture_output=True, text=True, env=os.environ | more, timeout=60
+    )
+    assert venv.exists() == (done.returncode == 0) == (made is not None), done.stderr
+    said = f"the machine has Python {version}"
+    if made is None:
+        assert f"{said}, and no uv could be installed; install Python 3.11 or newer, or uv" in done.stderr
+        return
+    assert f"{made} {venv}" in calls.read_text()
+    assert (f"{said}; uv brings Python 3.12." in done.stderr) == ("uv" in made)
+    assert "python3 -m pip install --quiet -e .[gcs,tpu]" in calls.read_text()
+    refused = subprocess.run(
+        [LAUNCH / "install.sh", "tpu", "none"], capture_output=True, text=True, env=os.environ | more
+    )
+    assert refused.returncode == (2 if version.startswith("3.10") else 0)
 
 
 @pytest.mark.slow  # downloads what is installed; the steps of the image

@@ -50,7 +50,8 @@ def _beginning(config: DataConfig, split: Split) -> tuple[str, bool]:
 
 
 def _joined(texts: Iterator[str], separator: str, most: int) -> tuple[str, bool]:
-    taken, size = [], 0
+    taken: list[str] = []
+    size = 0
     for text in texts:
         if taken and size + len(text) > most:
             return separator.join(taken), True

@@ -52,9 +52,7 @@ def check_installed() -> None:
       ValueError: it is not installed.
     """
     if importlib.util.find_spec("libtpu") is None:
-        raise ValueError(
-            "Planning for a TPU needs its compiler, libtpu: pip install 'jax[tpu]', in the version that matches your jax."
-        )
+        raise ValueError("Planning for a TPU needs its compiler, libtpu: pip install 'atlasjax[tpu]'.")
 
 
 def devices(generation: str, shape: Sequence[int], groups: int = 1) -> "Sequence[jax.Device]":
