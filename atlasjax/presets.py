@@ -23,13 +23,13 @@ many float32 numbers per sequence. `MemoryConfig(features="polynomial")` selects
 import dataclasses
 import functools
 import inspect
+import pathlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from atlasjax import rules
+from atlasjax import json_text, rules
 from atlasjax.names import lookup, name_of, resolve, takes
-from atlasjax.nn.abstract import count_parameters, state_bytes
-from atlasjax.nn.caching import CachingConfig
+from atlasjax.nn.caching_config import CachingConfig
 from atlasjax.nn.config import (
     AttentionConfig,
     BlockAttentionConfig,
@@ -45,7 +45,6 @@ from atlasjax.nn.config import (
     ModelConfig,
     SSMConfig,
 )
-from atlasjax.nn.mixers import MIXERS
 
 _PAPER_VOCABULARY = 32_000
 # Muon memories, whose exact gradients grow exponentially with the distance → tokens over which they grow about tenfold at most
@@ -316,6 +315,8 @@ def _fit(fields: dict[str, Any], size: Size) -> ModelConfig:
     Raises:
       ValueError: the narrowest feed-forward network is too wide.
     """
+    from atlasjax.nn.abstract import count_parameters  # with Flax, which a preset of the table does without
+
     if size.parameters is None:
         return ModelConfig(**fields)
     if fields.get("ffn") == "none":
@@ -336,36 +337,61 @@ def _fit(fields: dict[str, Any], size: Size) -> ModelConfig:
     return dataclasses.replace(least, mlp_dim=steps * size.width_step)
 
 
-def _preset(architecture: str, size: str) -> ModelConfig:
+def fitted(architecture: str, size: str) -> ModelConfig:
+    """The config of a preset, computed by counting parameters."""
     changes = (ARCHITECTURES | _PUBLISHED_ONLY)[architecture]
     return _fit(_fields(changes, size, architecture), _ALL_SIZES[size])
+
+
+def fitted_field(config: ModelConfig) -> str:
+    """The field that is fitted to the number of parameters."""
+    return "num_layers" if config.ffn == "none" else "mlp_dim"
+
+
+def fitted_names() -> list[tuple[str, str]]:
+    """Architecture and size of all presets that are fitted."""
+    return [names for names in PRESETS.split.values() if _ALL_SIZES[names[1]].parameters is not None]
+
+
+@functools.cache
+def _table() -> dict[str, dict[str, int]]:
+    """ "<size> <field>" → architecture → value. `python docs/preset_sizes.py` writes it, so that no command has to count."""
+    return json_text.parse(pathlib.Path(__file__).with_name("preset_sizes.json").read_bytes(), "preset_sizes.json")
+
+
+def _preset(architecture: str, size: str) -> ModelConfig:
+    fields = _fields((ARCHITECTURES | _PUBLISHED_ONLY)[architecture], size, architecture)
+    for field in ("mlp_dim", "num_layers"):
+        if architecture in (counted := _table().get(f"{size} {field}", {})):
+            return ModelConfig(**{**fields, field: counted[architecture]})
+    return fitted(architecture, size)
 
 
 class _Presets(Mapping[str, ModelConfig]):
     """`<architecture>-<size>` → its config, computed on first use, because counting parameters takes a moment."""
 
     def __init__(self) -> None:
-        self._names = {
+        self.split = {
             f"{architecture}-{size}": (architecture, size) for architecture in ARCHITECTURES for size in SIZES
         }
         for size, architectures in _PUBLISHED.items():
-            self._names |= {f"{architecture}-{size}": (architecture, size) for architecture in architectures}
+            self.split |= {f"{architecture}-{size}": (architecture, size) for architecture in architectures}
         self._make = functools.cache(_preset)
 
     def __getitem__(self, name: str) -> ModelConfig:
-        return self._make(*self._names[name])
+        return self._make(*self.split[name])
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return iter(self.split)
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self.split)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._names
+        return name in self.split
 
 
-PRESETS: Mapping[str, ModelConfig] = _Presets()
+PRESETS = _Presets()
 
 
 def get_preset(name: str) -> ModelConfig:
@@ -389,6 +415,8 @@ def model_around(part: str | Callable[..., object], size: str = "tiny") -> Model
     Raises:
       ValueError: no such rule, mixer or size; the message suggests the nearest name. Or the part alone has too many parameters.
     """
+    from atlasjax.nn.mixers import MIXERS
+
     name, kind = name_of("model_around: part", part), "rule or mixer"
     lookup("size", size, SIZES)
     is_mixer = takes(resolve(kind, name, {**rules.REGISTRY, **MIXERS}), "rngs")
@@ -436,6 +464,8 @@ def describe(config: ModelConfig, *, length: int | None = None) -> dict[str, int
     Raises:
       ValueError: length is None and a mixer requires it.
     """
+    from atlasjax.nn.abstract import count_parameters, state_bytes
+
     return {
         "parameters": count_parameters(config),
         "non_embedding_parameters": count_parameters(config, embeddings=False),

@@ -184,6 +184,7 @@ def command(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     run = LoadedRun(model(), ByteTokenizer(), TrainConfig(model=CONFIG), 0, [])
     monkeypatch.setattr("atlasjax.cli.generate.load_run", lambda *_, **__: run)
+    (tmp_path / "runs/atlas-tiny/checkpoints").mkdir(parents=True)
 
     def run_command(*arguments: str) -> tuple[int, str, str]:
         code = cli.main(["generate", *arguments])

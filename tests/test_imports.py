@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import json
 import os
 import pathlib
 import subprocess
@@ -238,3 +239,46 @@ def test_importing_costs_what_jax_costs():
     assert "jax" not in modules_after("import atlasjax.plan.libtpu")  # whose environment must be set before
     loaded = modules_after("import atlasjax.memory, atlasjax.rules")
     assert not [name for name in HEAVY if name in loaded]
+
+
+ERRORS = """
+train --steps x
+train --lr 1
+train --preset titans-340m --model.dim 100
+train --run-dir RUN --steps 0
+prepare --out x --workers 0
+evaluate --run-dir nowhere
+evaluate --piece 3
+generate --run-dir nowhere
+generate --temperature -1
+serve --port 99999
+serve --run-dir nowhere
+import
+export a --run-dir nowhere
+tune --seconds -1
+info --plan v5f
+info --preset atlas-tyny
+"""
+PROGRAM = """
+import sys
+from atlasjax import cli
+for line in sys.argv[1].strip().splitlines():
+    assert cli.main(line.split()) == 2, line
+    print(line, *sorted({name.split(".")[0] for name in sys.modules}), sep="|")
+"""
+
+
+def test_an_error_of_a_command_costs_what_jax_costs(tmp_path):
+    """It must not wait for modules that take as long to import as jax itself."""
+    (tmp_path / "RUN").mkdir()
+    (tmp_path / "RUN" / "config.json").write_text(json.dumps({"model": {}}))
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, ERRORS], capture_output=True, text=True, cwd=tmp_path, check=False,
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    slow = {name for name in HEAVY if name not in ("tyro", "rich")} | {"google", "IPython", "fsspec"}
+    for line in done.stdout.splitlines():
+        command, *loaded = line.split("|")
+        assert slow.isdisjoint(loaded), command
+    assert len(done.stdout.splitlines()) == len(ERRORS.split("\n")) - 2

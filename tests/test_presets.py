@@ -150,6 +150,20 @@ def test_a_part_with_too_many_parameters():
     assert "\n" not in str(e.value)
 
 
+_COUNTED = [("atlas", "tiny"), ("mamba2", "340m"), ("mamba", "1.3b"), ("gam", "22m"), ("rwkv7", "tiny")]
+
+
+@pytest.mark.parametrize("names", [_COUNTED, pytest.param(None, marks=pytest.mark.slow)])
+def test_the_table_of_sizes_has_what_counting_gives(names):
+    """If this fails: python docs/preset_sizes.py"""
+    for architecture, size in names or presets.fitted_names():
+        assert presets.PRESETS[f"{architecture}-{size}"] == presets.fitted(architecture, size)
+    table = {(row, architecture) for row, found in presets._table().items() for architecture in found}
+    assert {(size, architecture) for architecture, size in presets.fitted_names()} == {
+        (row.partition(" ")[0], architecture) for row, architecture in table
+    }
+
+
 def test_a_wrong_name_gets_a_suggestion():
     with pytest.raises(ValueError, match="Did you mean 'atlas-tiny'"):
         presets.get_preset("atlas-tyni")

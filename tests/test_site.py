@@ -163,18 +163,22 @@ def _reached(*_, **__):
 
 
 def _run_atlasjax(arguments, monkeypatch):
-    targets = "train.train evaluate.load_run evaluate.load_tasks generate._checked info.plan_training tune.tune"
+    monkeypatch.setattr("atlasjax.cli.options.evaluate.checkpoint_folder", lambda _: None)  # there is no run
+    monkeypatch.setattr("atlasjax.cli.options.export_weights.checkpoint_folder", lambda _: None)
+    targets = "train.train evaluate.load_run evaluate.load_tasks options.generate.checked info.plan_training tune.tune"
     for target in (
         *targets.split(),
         "import_weights.import_weights",
         "export_weights.export_weights",
-        "serve._checked",
+        "options.serve.checked",
     ):
         monkeypatch.setattr(f"atlasjax.cli.{target}", _reached)
     monkeypatch.setattr("atlasjax.plan.cuda.check_installed", lambda: None)  # an extra that tests do without
     monkeypatch.setattr("atlasjax.cli.train._with_vocabulary", lambda config: config)  # it opens tokenizers
-    monkeypatch.setattr("atlasjax.cli.train._base", lambda *_: default_config("gated-deltanet-tiny"))  # it opens a run
-    monkeypatch.setattr("atlasjax.cli.train.run_config", lambda _: None)  # it looks into folders and buckets
+    monkeypatch.setattr(
+        "atlasjax.cli.options.train._base", lambda *_: default_config("gated-deltanet-tiny")
+    )  # it opens a run
+    monkeypatch.setattr("atlasjax.cli.options.train.run_config", lambda _: None)  # it looks into folders and buckets
     monkeypatch.setattr(
         "atlasjax.cli.prepare.storage", mock.Mock(path=_reached, expanded=_reached)
     )  # it looks into buckets

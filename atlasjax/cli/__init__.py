@@ -13,7 +13,7 @@ from types import FrameType
 from atlasjax import trusted
 from atlasjax.names import lookup
 
-# Each command is in its own module, imported only when it is run, so that help is quick.
+# Each command has two modules: its options, and what it does, which is slow to import.
 COMMANDS = {
     "train": "train a language model, or continue training one",
     "prepare": "tokenize and shuffle a corpus once, for training",
@@ -135,11 +135,13 @@ def _command(arguments: list[str]) -> int:
 
 
 def _run(command: str, arguments: list[str]) -> int:
-    module = importlib.import_module(f"atlasjax.cli.{_MODULES.get(command, command)}")
+    name = _MODULES.get(command, command)
+    options = importlib.import_module(f"atlasjax.cli.options.{name}")
     from atlasjax.train.errors import ConfigError, Interrupted, ProcessDiedError, RunError
 
     try:
-        module.run(arguments)
+        request = options.read(arguments)
+        importlib.import_module(f"atlasjax.cli.{name}").run(request)
     except BrokenPipeError:
         raise
     except ConfigError as error:

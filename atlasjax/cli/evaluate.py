@@ -4,26 +4,22 @@ import dataclasses
 import math
 import sys
 from collections.abc import Sequence
-from typing import Annotated
 
 import jax
-import tyro
 from flax import nnx
 
 from atlasjax.cli.long_context import (
-    LongContextOptions,
     checked,
     is_long_context,
     prepare_long_context,
     run_long_context,
 )
-from atlasjax.cli.parsing import parse
+from atlasjax.cli.options.evaluate import EvaluateCommand
 from atlasjax.cli.report import baselines
-from atlasjax.cli.tasks import TaskOptions, chat_template, load_tasks, run_tasks
+from atlasjax.cli.tasks import chat_template, load_tasks, run_tasks
 from atlasjax.data.config import DataConfig
 from atlasjax.data.pipeline import TextTooShortError, make_pipeline
 from atlasjax.data.prepared import load_tokens
-from atlasjax.data.text import Errors
 from atlasjax.evaluate.lm import LanguageModelResult, evaluate_stream
 from atlasjax.train import state as state_lib
 from atlasjax.train.config import HELD_OUT, TrainConfig, parse_sets
@@ -33,65 +29,11 @@ from atlasjax.train.load import LoadedRun, load_run
 from atlasjax.train.step import eval_sums
 
 
-@dataclasses.dataclass(frozen=True)
-class EvaluateCommand:
-    """Options of `atlasjax evaluate`."""
-
-    run_dir: str = "runs/atlas-tiny"
-    """Folder of the run."""
-    step: int | None = None
-    """Step of the checkpoint. None: the newest usable one."""
-    ema: bool = False
-    """Take the moving average of the parameters (optimizer.ema_decay) instead of the parameters."""
-    trust: tuple[str, ...] = ()
-    """Modules of your own parts that the run's files may name, such as my_parts."""
-    text: tuple[str, ...] = ()
-    """Text files or folders to evaluate on. None given: the run's own held-out text and its evaluation sets."""
-    encoding: Annotated[str | None, tyro.conf.arg(name="data.encoding")] = None
-    """Encoding of --text, such as latin-1. None: the run's."""
-    errors: Annotated[Errors | None, tyro.conf.arg(name="data.errors")] = None
-    """What to do with bytes of --text that are invalid in it: strict is an error. None: as the run."""
-    max_batches: int | None = None
-    """Maximum number of batches. None: the whole text."""
-    stream: bool = False
-    """Read the text as one long stream through the constant-size cache instead of in sequences of the training length."""
-    piece: int = 512
-    """Tokens read at a time with --stream."""
-    harness: Annotated[TaskOptions, tyro.conf.arg(name="")] = dataclasses.field(default_factory=TaskOptions)
-    long_context: Annotated[LongContextOptions, tyro.conf.arg(name="")] = dataclasses.field(
-        default_factory=LongContextOptions
-    )
-
-
-def run(arguments: Sequence[str]) -> None:
+def run(command: EvaluateCommand) -> None:
     """Runs the command. `atlasjax.cli.main` turns its errors into exit codes."""
-    command = parse(
-        EvaluateCommand,
-        "evaluate",
-        "Measures a trained model on held-out text, on long-context tasks, or on tasks of lm-eval.",
-        arguments,
-    )
-    for name in ("max_batches", "piece"):
-        value = getattr(command, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"{name} is {value}; it should be at least 1.")
-    named = {argument.partition("=")[0] for argument in arguments}
-    if "--text" in named and not command.text:
-        raise ConfigError("--text is empty; it needs at least one file or folder.")
-    for name in ("encoding", "errors"):
-        if getattr(command, name) is not None and not command.text:
-            raise ConfigError(f"--data.{name} is for --text, which is not given.")
     if command.harness.tasks:
         _run_tasks(command)
         return
-    if "--tasks" in named:
-        raise ConfigError("--tasks is empty; it needs the name of at least one task.")
-    for given in (command.harness, command.long_context):
-        for field in dataclasses.fields(given):
-            if getattr(given, field.name) != getattr(type(given), field.name):
-                raise ConfigError(f"--{field.name.replace('_', '-')} is for --tasks, which is not given.")
-    if command.piece != EvaluateCommand.piece and not command.stream:
-        raise ConfigError("--piece is for --stream, which is not given.")
     loaded = _loaded(command)
     try:
         texts = _texts(command, loaded.config)
@@ -131,7 +73,6 @@ def _run_tasks(command: EvaluateCommand) -> None:
     for given, name, named in refused:
         if named and getattr(given, name) != getattr(type(given), name):
             raise ConfigError(f"--{name.replace('_', '-')} does not go with --tasks {named[0]}.")
-    options.check()
     if ours:
         checked(ours, command.long_context)
     tasks = load_tasks(dataclasses.replace(options, tasks=others), stream=command.stream) if others else None

@@ -1,32 +1,10 @@
 """`atlasjax export`."""
 
-import dataclasses
-from collections.abc import Sequence
-
-import tyro
-
-from atlasjax.cli.parsing import parse
+from atlasjax.cli.options.export_weights import ExportCommand
 from atlasjax.interop import export_weights
 
 
-@dataclasses.dataclass(frozen=True)
-class ExportCommand:
-    """Options of `atlasjax export`."""
-
-    path: tyro.conf.Positional[str]
-    """Folder to write, which must not exist."""
-    run_dir: str
-    """Folder of the run."""
-    step: int | None = None
-    """Step of the checkpoint. None: the newest usable one."""
-    ema: bool = False
-    """Take the moving average of the parameters (optimizer.ema_decay) instead of the parameters."""
-    trust: tuple[str, ...] = ()
-    """Modules of your own parts that the run's files may name, such as my_parts."""
-
-
-def run(arguments: Sequence[str]) -> None:
+def run(command: ExportCommand) -> None:
     """Runs the command. `atlasjax.cli.main` turns its errors into exit codes."""
-    command = parse(ExportCommand, "export", "Writes the model of a run as public weights.", arguments)
     done = export_weights(command.run_dir, command.path, step=command.step, ema=command.ema)
     print(f"{command.path}: {done.family}, {done.parameters:,} parameters in {done.tensors} tensors")

@@ -5,13 +5,13 @@ import datetime
 import hashlib
 import json
 import math
-import re
 from collections.abc import Sequence
 
 import numpy as np
 
 import atlasjax
 from atlasjax import json_text, storage
+from atlasjax.cli.options.evaluate import LongContextOptions
 from atlasjax.data.config import DataConfig
 from atlasjax.data.prepared import load_tokens
 from atlasjax.data.sources import embedded_documents, load_text
@@ -21,48 +21,10 @@ from atlasjax.generate.room import check_room
 from atlasjax.interop.text_ends import text_ends
 from atlasjax.machine import check_fits, machine_memory
 from atlasjax.train.config import run_folder
-from atlasjax.train.errors import ConfigError, user_errors
+from atlasjax.train.errors import user_errors
 from atlasjax.train.load import LoadedRun
 
-_MOST_SAMPLES = 100_000  # all prompts are made before the first is read
 _BYTES_OF_TOKEN = 16  # at least, of its text and its id while a prompt is made
-_UNITS = {"": 1, "k": 1024, "m": 1024**2}
-
-
-@dataclasses.dataclass(frozen=True)
-class LongContextOptions:
-    """Options of long-context tasks."""
-
-    lengths: tuple[str, ...] = ("1k", "2k", "4k", "8k")
-    """Tokens of prompt and answer together: numbers, with k for 1,024 and m for 1,048,576."""
-    depths: tuple[float, ...] = (0.0, 25.0, 50.0, 75.0, 100.0)
-    """Where in the prompt the answer is, in percent: 0 is its beginning, 100 its end."""
-    samples: int = 10
-    """Prompts for each length and depth, or windows of text for each length."""
-    seed: int = 0
-    """Seed of the first prompt. The next ones have the numbers after it."""
-
-    def plan(self) -> Plan:
-        """What is asked. Raises ConfigError for a number out of range."""
-        for name, least, most in (("samples", 1, _MOST_SAMPLES), ("seed", 0, 2**32 - 1)):
-            if not least <= getattr(self, name) <= most:
-                what = f"at least {least}" if getattr(self, name) < least else f"at most {most:,}"
-                raise ConfigError(f"{name} is {getattr(self, name)}; it should be {what}.")
-        for name in ("lengths", "depths"):
-            if not getattr(self, name):
-                raise ConfigError(f"--{name} needs at least one number.")
-        for depth in self.depths:
-            if not 0 <= depth <= 100:
-                raise ConfigError(f"depths has {depth:g}; it should be in [0, 100].")
-        depths = dict.fromkeys(depth / 100 for depth in self.depths)
-        return Plan(tuple(dict.fromkeys(map(_length, self.lengths))), tuple(depths), self.samples, self.seed)
-
-
-def _length(text: str) -> int:
-    match = re.fullmatch(r"0*([1-9][0-9]{0,15})([km]?)", text.lower())
-    if match is None:
-        raise ConfigError(f"lengths has {text!r}; it should be a number of tokens such as 4096 or 4k.")
-    return int(match[1]) * _UNITS[match[2]]
 
 
 def is_long_context(name: str) -> bool:

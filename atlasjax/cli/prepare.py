@@ -1,45 +1,22 @@
 """`atlasjax prepare`."""
 
-import dataclasses
 import shlex
 import sys
 import time
-from collections.abc import Sequence
 
 from atlasjax import storage
-from atlasjax.cli.parsing import parse
+from atlasjax.cli.options.prepare import PrepareCommand
 from atlasjax.data.config import DataConfig
 from atlasjax.data.files import usable_cores
 from atlasjax.data.manifest import FILE, Manifest
-from atlasjax.data.preparation import SHARD_TOKENS, Report, prepare
-from atlasjax.train.errors import ConfigError, RunError, user_errors
+from atlasjax.data.preparation import Report, prepare
+from atlasjax.train.errors import RunError, user_errors
 from atlasjax.train.progress import duration
 
-_DESCRIPTION = """Tokenizes a corpus once, shuffles its documents, and writes them to --out. To train on it:
-atlasjax train --data.source prepared --data.paths OUT
 
-When it is stopped, the same command goes on. The result does not depend on the number of workers."""
-
-
-@dataclasses.dataclass(frozen=True)
-class PrepareCommand:
-    """Options of `atlasjax prepare`."""
-
-    out: str = "prepared"
-    """Folder to write to, new or empty, or one in which the same preparation was stopped. May be a URL on gs://."""
-    workers: int | None = None
-    """Processes that tokenize. None: one for each core that this process may use."""
-    shard_tokens: int = SHARD_TOKENS
-    """About as many tokens come into one file."""
-    data: DataConfig = dataclasses.field(default_factory=DataConfig)
-
-
-def run(arguments: Sequence[str]) -> None:
+def run(command: PrepareCommand) -> None:
     """Runs the command. `atlasjax.cli.main` turns its errors into exit codes."""
-    command = parse(PrepareCommand, "prepare", _DESCRIPTION, arguments)
     workers = usable_cores() if command.workers is None else command.workers
-    if workers < 1:
-        raise ConfigError(f"workers is {workers}; it should be at least 1.")
     shown = _Shown()
     with user_errors():
         try:

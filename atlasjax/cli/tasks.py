@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import atlasjax
 from atlasjax import storage
-from atlasjax.check import is_finite, is_integer
+from atlasjax.check import is_integer
 from atlasjax.cli.kept import KeptResults
+from atlasjax.cli.options.evaluate import TaskOptions
 from atlasjax.config_json import to_dict
 from atlasjax.data.tokenizers import Tokenizer
 from atlasjax.evaluate.long_context import TASKS
@@ -28,40 +29,6 @@ from atlasjax.train.load import LoadedRun
 
 if TYPE_CHECKING:
     from atlasjax.evaluate.harness import HarnessModel
-
-
-@dataclasses.dataclass(frozen=True)
-class TaskOptions:
-    """Options of `atlasjax evaluate --tasks`."""
-
-    tasks: tuple[str, ...] = ()
-    """Long-context tasks; tasks, groups or tags of lm-eval, or YAML files of tasks. Results go to the run's folder."""
-    include_path: tuple[str, ...] = ()
-    """Folders with YAML files of your own tasks."""
-    limit: float | None = None
-    """Documents of each task: a number, or a share below 1. None: all."""
-    num_fewshot: int | None = None
-    """Examples in the context. None: as the task says."""
-    batch_size: int = 8
-    """Rows read together."""
-    window: int | None = None
-    """Tokens of a window of rolling perplexity. None: the training length; with --stream, the whole document."""
-    prefix_token: int | None = None
-    """Token before documents and empty contexts. None: that of imported weights for the beginning of texts; else a line end."""
-    apply_chat_template: bool = False
-    """Asks in the form of a conversation, by the chat template that was imported with the weights."""
-    log_samples: bool = False
-    """Saves every document with what the model answered."""
-
-    def check(self) -> None:
-        """Raises ConfigError for a number out of range."""
-        for name in ("batch_size", "window", "num_fewshot"):
-            value, least = getattr(self, name), 0 if name == "num_fewshot" else 1
-            if value is not None and value < least:
-                raise ConfigError(f"{name} is {value}; it should be at least {least}.")
-        limit = self.limit
-        if limit is not None and not (0 < limit < 1 or (is_finite(limit) and limit >= 1 and limit == int(limit))):
-            raise ConfigError(f"limit is {self.limit}; it should be a whole number of documents, or a share below 1.")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,14 +2,10 @@
 
 import dataclasses
 import shlex
-from collections.abc import Sequence
-from typing import Annotated, Literal
-
-import tyro
 
 from atlasjax import storage
-from atlasjax.cli.generate import GenerateCommand
-from atlasjax.cli.parsing import admit_given, parse, pop_option
+from atlasjax.cli.options.generate import GenerateCommand
+from atlasjax.cli.options.train import Request, TrainCommand
 from atlasjax.cli.report import baselines, beginning, sample_text, tokens_that_fit
 from atlasjax.cli.tune import offer
 from atlasjax.config_json import to_dict
@@ -23,55 +19,17 @@ from atlasjax.train.defaults import default_config
 from atlasjax.train.errors import ConfigError, user_errors
 from atlasjax.train.loop import TrainResult, train
 from atlasjax.train.plot import plot_loss
-from atlasjax.train.runs import run_config
 from atlasjax.train.state import merge
 from atlasjax.trusted import own_modules
 
-_DESCRIPTION = """Trains a language model, or continues training the one in --run-dir.
 
-Without arguments: preset atlas-tiny, on the Python language reference that comes with Python, a few minutes on a CPU. --preset
-chooses the model and the defaults of all other options; --help after it shows them. Without --preset, a --run-dir that holds a run
-gives the defaults: what that run was saved with. --init-from RUN starts a new run from the parameters of another one, which then
-gives the defaults."""
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainCommand:
-    """Options of `atlasjax train`."""
-
-    config: Annotated[TrainConfig, tyro.conf.arg(name="")]
-    preset: str = "atlas-tiny"
-    """Model and training defaults, "<rule>-<size>"."""
-    add_caching: Literal["residual", "grm", "soup", "ssc"] | None = None
-    """Adds Memory Caching with this aggregation to the model of --init-from, which starts with the same outputs."""
-    segment_size: int = 256
-    """Tokens after which --add-caching caches a memory."""
-    add_memory: str | None = None
-    """Adds a memory with this rule ("titans", "atlas", …), beside the mixer of every layer, to the model of --init-from. The new
-    model starts with the same outputs."""
-    add_window: int | None = None
-    """Adds softmax attention over a window of this many tokens in the same way."""
-    trust: tuple[str, ...] = ()
-    """Modules of your own parts that files of a run may name, such as my_parts. Parts that this command names need none."""
-
-
-def run(arguments: Sequence[str]) -> None:
+def run(request: Request) -> None:
     """Runs the command. `atlasjax.cli.main` turns its errors into exit codes."""
-    admit_given(arguments)
-    given, rest = pop_option(arguments, "preset")
-    run_dir, _ = pop_option(arguments, "run-dir")
-    saved = run_config(run_dir) if run_dir is not None and given is None else None
-    init_from, _ = pop_option(arguments, "init-from")
-    if saved is None and init_from is not None:
-        saved = _base(init_from, run_dir, given)
-    preset = TrainCommand.preset if given is None else given
-    with user_errors():
-        default = default_config(preset) if saved is None else saved
-    command = parse(TrainCommand, "train", _DESCRIPTION, rest, TrainCommand(default, preset))
+    command = request.command
     config = _with_branch(command, _with_caching(command))
-    if saved is None and pop_option(rest, "model.vocab-size")[0] is None:
+    if not request.own_vocabulary:
         config = _with_vocabulary(config)
-    name = preset if saved is None else "the model"
+    name = request.preset or "the model"
 
     def announce(done: int) -> None:
         what = f"Training {name} in {config.run_dir}, {config.steps} steps"
@@ -81,21 +39,9 @@ def run(arguments: Sequence[str]) -> None:
             print(f"{what}; the first one takes a while to compile.", flush=True)
 
     use_cores(config)
-    offer(config, preset)
+    offer(config, command.preset)
     result = train(config, on_start=announce)
-    _report(name if saved is None else storage.path(config.run_dir).name, config, result)
-
-
-def _base(init_from: str, run_dir: str | None, preset: str | None) -> TrainConfig:
-    """The defaults of a new run that starts from the parameters of another."""
-    if preset is not None:
-        raise ConfigError(f"--preset {preset} and --init-from {init_from} both give the model; leave --preset out.")
-    if run_dir is None:
-        raise ConfigError(f"--init-from {init_from} needs --run-dir, the folder of the new run.")
-    base = run_config(init_from)
-    if base is None:
-        raise ConfigError(f"init_from is {init_from!r}; there is no run in it.")
-    return dataclasses.replace(base, run_dir=run_dir, init_from=None)
+    _report(request.preset or storage.path(config.run_dir).name, config, result)
 
 
 def _with_caching(command: TrainCommand) -> TrainConfig:

@@ -5,66 +5,29 @@ import json
 import pathlib
 import sys
 from collections.abc import Sequence
-from typing import Annotated
 
 import jax
-import tyro
 
 from atlasjax import cache, storage
-from atlasjax.check import number
-from atlasjax.cli.parsing import parse, pop_option
+from atlasjax.cli.options.tune import SECONDS, TuneCommand
 from atlasjax.memory import tuned
 from atlasjax.memory.fast_weights.fastest import Measurement
 from atlasjax.memory.fast_weights.kernels import PALLAS, kernel_of
 from atlasjax.memory.tuned import Choice
 from atlasjax.train.config import TrainConfig
-from atlasjax.train.defaults import default_config
 from atlasjax.train.errors import RunError, user_errors
 from atlasjax.tune import Result, Sizes, choice_of, is_open, sizes_of, tune
 
-_DESCRIPTION = """Checks and times the kernels of a model's memory on this machine's device, and remembers the fastest.
 
-The options are those of `atlasjax train`; model, batch, sequence length and mesh decide what is measured. A kernel that does not
-give the numbers of the definition is reported and never chosen. Training and `memory.scan` follow the choice wherever
-`implementation` is None."""
-
-_SECONDS = 120.0
-
-
-@dataclasses.dataclass(frozen=True)
-class TuneCommand:
-    """Options of `atlasjax tune`."""
-
-    config: Annotated[TrainConfig, tyro.conf.arg(name="")]
-    preset: str = "atlas-340m"
-    """Model and sizes, "<rule>-<size>"."""
-    seconds: float = _SECONDS
-    """About how long it may take, with compilation. Every kernel is timed at least three times."""
-    share: str | None = None
-    """A file to write the measurement to, in the form of the table that is shipped with atlasjax."""
-
-
-def run(arguments: Sequence[str]) -> None:
+def run(command: TuneCommand) -> None:
     """Runs the command. `atlasjax.cli.main` turns its errors into exit codes."""
-    given, rest = pop_option(arguments, "preset")
-    preset = TuneCommand.preset if given is None else given
     with user_errors():
-        default = default_config(preset)
-    command = parse(TuneCommand, "tune", _DESCRIPTION, rest, TuneCommand(default, preset))
-    with user_errors():
-        number("tune", "seconds", command.seconds, least=0)
         calls = sizes_of(command.config)
-        named = command.config.model.memory.implementation
-        if named is not None and ":" in named:
-            raise ValueError(
-                f"model.memory.implementation is {named!r}, which only calls that name it use. Backends that are registered "
-                "(`memory.register_backend`) are measured: leave it out, or call `atlasjax.tune.tune` where yours is registered."
-            )
     shared, problems = [], []
     for sizes in calls:
-        choice, results = _tune(sizes, command.seconds / len(calls), preset)
+        choice, results = _tune(sizes, command.seconds / len(calls), command.preset)
         if command.share is not None:
-            shared.append(_measurement(sizes, choice, results, preset))
+            shared.append(_measurement(sizes, choice, results, command.preset))
         problems += _saved(choice, results)
     if command.share is not None:
         _share(command.share, shared)
@@ -129,7 +92,7 @@ def offer(config: TrainConfig, preset: str) -> None:
     yes = answer in ("", "y", "yes")
     try:
         for sizes in calls:
-            choice = tune(sizes, seconds=_SECONDS / len(calls), save=False)[0] if yes else choice_of(sizes, "xla", 0.0)
+            choice = tune(sizes, seconds=SECONDS / len(calls), save=False)[0] if yes else choice_of(sizes, "xla", 0.0)
             tuned.write(choice)
             if yes:
                 print(f"chosen: {choice.implementation}", flush=True)

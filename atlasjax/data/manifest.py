@@ -11,6 +11,7 @@ from atlasjax.data.token_files import TokenFile
 from atlasjax.storage import AnyPath, read_json, write_whole
 
 FILE = "manifest.json"
+SHARD_TOKENS = 2**26  # about as many tokens come into one file
 _FORMAT = 2
 _FORMATS = (1, 2)  # 1 has no checksums of the ends of documents
 _DTYPES = ("uint8", "uint16", "uint32")

@@ -23,7 +23,7 @@ from atlasjax import cache, check, storage
 from atlasjax.data import manifest as manifest_lib
 from atlasjax.data.config import DataConfig, Split
 from atlasjax.data.inputs import Inputs, Selection, open_inputs
-from atlasjax.data.manifest import Manifest, read_manifest, write_manifest
+from atlasjax.data.manifest import SHARD_TOKENS, Manifest, read_manifest, write_manifest
 from atlasjax.data.pieces import encode_pieces
 from atlasjax.data.prepared_copies import upload
 from atlasjax.data.token_files import TokenFile, TokenFiles, TokenWriter
@@ -32,7 +32,6 @@ from atlasjax.data.windows import ending, token_dtype, with_sizes
 from atlasjax.data.workers import Task, run_tasks
 from atlasjax.storage import locks
 
-SHARD_TOKENS = 2**26
 _REQUEST = "prepare.json"
 _GATHERED = 2**22  # tokens copied at once from a long document
 _TICK = 2.0  # seconds between reports

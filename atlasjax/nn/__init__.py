@@ -1,34 +1,89 @@
 """Thin Flax NNX modules around the pure functions of `atlasjax.memory`, and the language model."""
 
-from atlasjax.nn.abstract import abstract_model, count_parameters, logical_axes, state_bytes
-from atlasjax.nn.attention import AttentionHeads, AttentionMixer, SlidingWindowMixer
-from atlasjax.nn.branch import BranchConfig
-from atlasjax.nn.caching import CachingConfig
-from atlasjax.nn.config import (
-    AttentionConfig,
-    BlockAttentionConfig,
-    BlockRecurrenceConfig,
-    ElasticConfig,
-    GAMConfig,
-    GatedDeltaNetConfig,
-    HeadNormConfig,
-    InfiniConfig,
-    MelodiConfig,
-    MemorizingConfig,
-    MemoryConfig,
-    ModelConfig,
-    RWKV7Config,
-    SSMConfig,
-)
-from atlasjax.nn.elastic import BlockMixer, ElasticMixer
-from atlasjax.nn.gam import GAMMixer
-from atlasjax.nn.gates import GateProjection
-from atlasjax.nn.hybrids import MACMixer, MAGMixer, MALMixer
-from atlasjax.nn.layers import GELU, CausalConv, ChannelMixing, LayerNorm, Linear, RMSNorm, SwiGLU
-from atlasjax.nn.memory_mixer import MemoryHeads, MemoryMixer, MemoryMixerState
-from atlasjax.nn.mixers import MIXERS, Mixer, check_divided
-from atlasjax.nn.model import LanguageModel, PositionedCache
-from atlasjax.nn.parameters import AXES, param
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from atlasjax.nn.abstract import abstract_model, count_parameters, logical_axes, state_bytes
+    from atlasjax.nn.attention import AttentionHeads, AttentionMixer, SlidingWindowMixer
+    from atlasjax.nn.branch import BranchConfig
+    from atlasjax.nn.caching_config import CachingConfig
+    from atlasjax.nn.config import (
+        AttentionConfig,
+        BlockAttentionConfig,
+        BlockRecurrenceConfig,
+        ElasticConfig,
+        GAMConfig,
+        GatedDeltaNetConfig,
+        HeadNormConfig,
+        InfiniConfig,
+        MelodiConfig,
+        MemorizingConfig,
+        MemoryConfig,
+        ModelConfig,
+        RWKV7Config,
+        SSMConfig,
+    )
+    from atlasjax.nn.elastic import BlockMixer, ElasticMixer
+    from atlasjax.nn.gam import GAMMixer
+    from atlasjax.nn.gates import GateProjection
+    from atlasjax.nn.hybrids import MACMixer, MAGMixer, MALMixer
+    from atlasjax.nn.layers import GELU, CausalConv, ChannelMixing, LayerNorm, Linear, RMSNorm, SwiGLU
+    from atlasjax.nn.memory_mixer import MemoryHeads, MemoryMixer, MemoryMixerState
+    from atlasjax.nn.mixers import MIXERS, Mixer, check_divided
+    from atlasjax.nn.model import LanguageModel, PositionedCache
+    from atlasjax.nn.parameters import AXES, param
+
+# Loaded on first use: configs need no Flax, which takes as long to import as jax.
+_HOME = {
+    "abstract_model": "abstract",
+    "count_parameters": "abstract",
+    "logical_axes": "abstract",
+    "state_bytes": "abstract",
+    "AttentionHeads": "attention",
+    "AttentionMixer": "attention",
+    "SlidingWindowMixer": "attention",
+    "BranchConfig": "branch",
+    "CachingConfig": "caching_config",
+    "AttentionConfig": "config",
+    "BlockAttentionConfig": "config",
+    "BlockRecurrenceConfig": "config",
+    "ElasticConfig": "config",
+    "GAMConfig": "config",
+    "GatedDeltaNetConfig": "config",
+    "HeadNormConfig": "config",
+    "InfiniConfig": "config",
+    "MelodiConfig": "config",
+    "MemorizingConfig": "config",
+    "MemoryConfig": "config",
+    "ModelConfig": "config",
+    "RWKV7Config": "config",
+    "SSMConfig": "config",
+    "BlockMixer": "elastic",
+    "ElasticMixer": "elastic",
+    "GAMMixer": "gam",
+    "GateProjection": "gates",
+    "MACMixer": "hybrids",
+    "MAGMixer": "hybrids",
+    "MALMixer": "hybrids",
+    "GELU": "layers",
+    "CausalConv": "layers",
+    "ChannelMixing": "layers",
+    "LayerNorm": "layers",
+    "Linear": "layers",
+    "RMSNorm": "layers",
+    "SwiGLU": "layers",
+    "MemoryHeads": "memory_mixer",
+    "MemoryMixer": "memory_mixer",
+    "MemoryMixerState": "memory_mixer",
+    "MIXERS": "mixers",
+    "Mixer": "mixers",
+    "check_divided": "mixers",
+    "LanguageModel": "model",
+    "PositionedCache": "model",
+    "AXES": "parameters",
+    "param": "parameters",
+}
 
 __all__ = [
     "AXES",
@@ -79,3 +134,9 @@ __all__ = [
     "param",
     "state_bytes",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name in _HOME:
+        return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,7 +13,7 @@ from atlasjax.mixers.memorizing import MemorizingConfig
 from atlasjax.names import name_of, options_text
 from atlasjax.nn.attention_config import AttentionConfig, AttentionSizes
 from atlasjax.nn.branch import BranchConfig, resolve_mixer
-from atlasjax.nn.caching import CachingConfig
+from atlasjax.nn.caching_config import CachingConfig
 from atlasjax.nn.memory_config import MemoryConfig
 
 

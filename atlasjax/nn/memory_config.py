@@ -11,7 +11,7 @@ from atlasjax.memory import features as features_lib
 from atlasjax.memory.backends import backend_of
 from atlasjax.memory.truncation import check_truncation
 from atlasjax.names import call_with, lookup, name_of, options_text, resolve
-from atlasjax.nn.caching import CachingConfig
+from atlasjax.nn.caching_config import CachingConfig
 
 STRUCTURES: dict[str, type] = {
     "matrix": structures.Matrix,

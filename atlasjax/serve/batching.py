@@ -12,7 +12,6 @@ steps that all texts take together. No program depends on the length of a text o
 
 import collections
 import dataclasses
-import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -23,38 +22,11 @@ from atlasjax import check
 from atlasjax.generate import Context, RowSampling, SamplingConfig, TextStream
 from atlasjax.generate.context import check_tokens
 from atlasjax.nn import LanguageModel
+from atlasjax.serve.limits import BatchConfig
 from atlasjax.serve.requests import ClosedError, Done, Event, Failed, Piece, QueueFullError, Request, Tokenizes
 from atlasjax.serve.slots import SlotRow, Slots, key_data, step_inputs
 
 _IDLE = SamplingConfig(temperature=0.0)
-
-
-@dataclasses.dataclass(frozen=True)
-class BatchConfig:
-    """Sizes of a `Batcher`.
-
-    Attributes:
-      slots: number of texts that are generated at the same time.
-      queue: most requests that wait for a slot.
-      room: most tokens of a text, if a mixer of the model keeps every token. It has no effect on states of constant size.
-      pieces: numbers of prompt tokens that are read at a time, in descending order.
-
-    Raises:
-      ValueError: a number is out of range, or the pieces are not in descending order.
-    """
-
-    slots: int = 8
-    queue: int = 64
-    room: int = 4096
-    pieces: tuple[int, ...] = (256, 32, 4)
-
-    def __post_init__(self) -> None:
-        for name, least in {"slots": 1, "queue": 0, "room": 1}.items():
-            value = getattr(self, name)
-            check.require(check.is_integer(value, least), name, value, f"an integer, at least {least}")
-        right = bool(self.pieces) and all(check.is_integer(piece, 1) for piece in self.pieces)
-        right = right and all(a > b for a, b in itertools.pairwise(self.pieces))
-        check.require(right, "pieces", self.pieces, "positive integers in descending order")
 
 
 class Ticket:

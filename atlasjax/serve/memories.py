@@ -12,8 +12,9 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 
-from atlasjax import check, storage
+from atlasjax import storage
 from atlasjax.generate import Context, ContextFiles
+from atlasjax.serve.limits import MemoryLimits as MemoryLimits
 from atlasjax.storage import locks
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -31,29 +32,6 @@ def steady_time() -> float:
 
 class InUseError(RuntimeError):
     """Another request uses the memory of this name."""
-
-
-@dataclasses.dataclass(frozen=True)
-class MemoryLimits:
-    """How long memories are kept, and how many.
-
-    Attributes:
-      hours: one that was not used for so long is removed.
-      count: of more than so many, those that were not used for the longest time are removed.
-      gigabytes: likewise of more than so many 10^9 bytes.
-
-    Raises:
-      ValueError: a number is out of range.
-    """
-
-    hours: float = 24.0 * 7
-    count: int = 1000
-    gigabytes: float = 10.0
-
-    def __post_init__(self) -> None:
-        check.number("memories", "hours", self.hours, above=0)
-        check.integer("memories", "count", self.count)
-        check.number("memories", "gigabytes", self.gigabytes, above=0)
 
 
 @dataclasses.dataclass(frozen=True)

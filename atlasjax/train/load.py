@@ -12,8 +12,9 @@ from atlasjax.nn import LanguageModel, logical_axes
 from atlasjax.nn.mixer_check import why_not_decoded
 from atlasjax.train import state as state_lib
 from atlasjax.train.checkpoint import Checkpoints
-from atlasjax.train.config import TrainConfig, run_folder, saved_config
+from atlasjax.train.config import TrainConfig, saved_config
 from atlasjax.train.errors import ConfigError, user_errors
+from atlasjax.train.runs import checkpoint_folder
 from atlasjax.train.setup import run_tokenizer
 from atlasjax.train.trainable import select, trainable_mask
 
@@ -53,12 +54,7 @@ def load_run(
         should decode tokens and one of its mixers does not.
       CheckpointError: no checkpoint is usable, or `step` is not there.
     """
-    with user_errors():
-        folder = run_folder(run_dir) / "checkpoints"
-        there = folder.is_dir()
-    if not there:
-        raise ConfigError(f"run_dir is {str(run_dir)!r}; there is no run in it (no folder 'checkpoints').")
-    with Checkpoints(folder, clean=False) as checkpoints:
+    with Checkpoints(checkpoint_folder(run_dir), clean=False) as checkpoints:
         saved = checkpoints.config(step) if step in checkpoints.steps() else checkpoints.newest_config()
         if saved is None:
             raise ConfigError(f"run_dir is {str(run_dir)!r}; the run in it has no checkpoint that can be read.")

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from atlasjax import check
 from atlasjax.memory.products import wide_dtype
@@ -57,6 +56,8 @@ def cross_entropy_sum(
 
     def total(head: Callable[..., jax.Array], hidden: jax.Array, targets: jax.Array, weights: jax.Array) -> jax.Array:
         logits = head(hidden).astype(jnp.float32)
+        import optax  # here, so that a config needs none of it
+
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
         if z_loss:
             losses += z_loss * jnp.square(jax.nn.logsumexp(logits, axis=-1))

@@ -4,9 +4,18 @@ import dataclasses
 
 from atlasjax import storage
 from atlasjax.distributed.processes import ProcessConfig
-from atlasjax.train.checkpoint import Checkpoints
 from atlasjax.train.config import TrainConfig, run_folder, saved_config
 from atlasjax.train.errors import ConfigError, user_errors
+
+
+def checkpoint_folder(run_dir: str | storage.AnyPath) -> storage.AnyPath:
+    """The folder of a run's checkpoints. Raises ConfigError if there is none."""
+    with user_errors():
+        folder = run_folder(run_dir) / "checkpoints"
+        there = folder.is_dir()
+    if not there:
+        raise ConfigError(f"run_dir is {str(run_dir)!r}; there is no run in it (no folder 'checkpoints').")
+    return folder
 
 
 def run_config(run_dir: str | storage.AnyPath) -> TrainConfig | None:
@@ -20,6 +29,8 @@ def run_config(run_dir: str | storage.AnyPath) -> TrainConfig | None:
         folder, file = run_folder(run_dir) / "checkpoints", run_folder(run_dir) / "config.json"
         there = folder.is_dir()
     if there:
+        from atlasjax.train.checkpoint import Checkpoints  # with Flax and Optax, which take as long to import as jax
+
         with Checkpoints(folder, clean=False) as checkpoints:
             saved = checkpoints.newest_config()
     if saved is None:

@@ -19,7 +19,7 @@ import pytest
 from flax import nnx
 
 from atlasjax import cli
-from atlasjax.cli.serve import ServeCommand, _checked
+from atlasjax.cli.options.serve import ServeCommand, checked
 from atlasjax.data.tokenizers import ByteTokenizer
 from atlasjax.generate import ContextFiles, SamplingConfig, generate
 from atlasjax.nn import LanguageModel, MemoryConfig, ModelConfig
@@ -364,6 +364,7 @@ def test_the_moving_average_is_asked_for(tmp_path, monkeypatch, capsys):
         raise ConfigError("this is enough")
 
     monkeypatch.setattr("atlasjax.cli.serve.load_run", load)
+    (tmp_path / "checkpoints").mkdir()
     for options in ([], ["--ema"], ["--ema", "--step", "3"]):
         assert cli.main(["serve", "--port", "0", "--run-dir", str(tmp_path), *options]) == 2
         assert capsys.readouterr().err == "atlasjax: this is enough\n"
@@ -397,7 +398,7 @@ def test_the_variable_of_the_token(tmp_path, monkeypatch, capsys):
             "atlasjax: ATLASJAX_SERVE_TOKEN is set; it should have one word of ASCII characters.\n"
         )
     monkeypatch.setenv("ATLASJAX_SERVE_TOKEN", f"{TOKEN}\n")
-    assert _checked(ServeCommand(run_dir=str(tmp_path)))[0] == TOKEN
+    assert checked(ServeCommand(run_dir=str(tmp_path)))[0] == TOKEN
     monkeypatch.setenv("ATLASJAX_SERVE_TOKEN", "")
     assert start() == 2
     assert "give a token" in capsys.readouterr().err
@@ -454,6 +455,7 @@ from atlasjax.train.load import LoadedRun
 from tests.serve.test_server import CONFIG, Ascii, model
 
 import atlasjax.cli.serve
+atlasjax.cli.options.serve.checkpoint_folder = lambda _: None  # there is no run
 atlasjax.cli.serve.load_run = lambda *_, **__: LoadedRun(model(), Ascii(), TrainConfig(model=CONFIG), 0, [])
 sys.exit(cli.main(["serve", "--port", "0", "--slots", "2", "--pieces", "16", "--max-tokens", "1000000", *sys.argv[1:]]))
 """
