@@ -1,6 +1,7 @@
 """Imports go one way, and cost what they should."""
 
 import ast
+import graphlib
 import importlib
 import json
 import os
@@ -97,7 +98,7 @@ MEMORY_MAY_IMPORT = {
     "check": {"gates"},
     "rule": {"check", "gates"},
     "partition": {"gates", "rule"},
-    "choices": {"axes", "gates", "fast_weights", "softmax"},  # the last two for the types of rules
+    "choices": {"axes", "gates", "fast_weights"},  # the last one for the type of parameters
     "fast_weights": _SHARED | {"choices"},
     "softmax": _SHARED | {"choices"},
     "caching": _SHARED | {"fast_weights", "softmax", "wrapped"},
@@ -172,6 +173,31 @@ def test_import_direction_inside_the_memory():
                 if name.startswith("atlasjax.memory."):
                     other = name.split(".")[2]
                     assert other in allowed | {inside}, f"{path} imports {name}; {inside} may import {sorted(allowed)}"
+
+
+def files_imported(path):
+    """Modules of the project that a file imports, those for types and those inside functions included."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                yield name if (ROOT / name.replace(".", "/")).with_suffix(".py").exists() else node.module
+
+
+def test_no_circles_of_files_inside_the_memory():
+    """Nor imports of the project inside functions, which hide circles."""
+    graph = {}
+    for path in (ROOT / "atlasjax/memory").rglob("*.py"):
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        if path.name != "__init__.py":
+            graph[module] = {name for name in files_imported(path) if name.startswith("atlasjax.memory.")}
+        for function in ast.walk(ast.parse(path.read_text())):
+            if isinstance(function, ast.FunctionDef):
+                inside = [node.module for node in ast.walk(function) if isinstance(node, ast.ImportFrom)]
+                assert not [name for name in inside if room(name) in MAY_IMPORT], (
+                    f"{path}: {function.name} imports {inside}"
+                )
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, with the files
 
 
 def test_names_that_experiments_and_pages_import_exist():

@@ -7,21 +7,20 @@ it traces a loop, with a message about the loop.
 import functools
 import numbers
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from atlasjax.check import is_integer
 from atlasjax.memory.axes.features import Features
+from atlasjax.memory.axes.objectives import Objective
+from atlasjax.memory.axes.optimizers import Optimizer
+from atlasjax.memory.axes.retention import Retention
 from atlasjax.memory.axes.structures import Structure
+from atlasjax.memory.fast_weights.state import MemoryParams
 from atlasjax.memory.gates import Weights
 from pallas_kernels.arguments import wide_dtype
-
-if TYPE_CHECKING:
-    from atlasjax.memory.fast_weights.rule import MemoryRule
-    from atlasjax.memory.fast_weights.state import MemoryParams
-    from atlasjax.memory.softmax.rule import SoftmaxRule
 
 _TOKENS = 2
 Shape = tuple[int, ...]
@@ -33,11 +32,34 @@ _TRACED = (
 )
 
 
+class Parts(Protocol):
+    """The parts of a `MemoryRule` and of a `SoftmaxRule` that write. Neither can be imported here: both call these checks."""
+
+    @property
+    def structure(self) -> Structure: ...
+    @property
+    def objective(self) -> Objective: ...
+    @property
+    def optimizer(self) -> Optimizer: ...
+    @property
+    def retention(self) -> Retention: ...
+    @property
+    def step_bound(self) -> float | None: ...
+    def __hash__(self) -> int: ...
+
+
+class PartsWithFeatures(Parts, Protocol):
+    """The parts of a `MemoryRule`."""
+
+    @property
+    def features(self) -> Features: ...
+
+
 class PartError(ValueError):
     """A part of a rule fails, or does not return what it should. The message has one line, and names the class and the method."""
 
 
-def check_parts(rule: "MemoryRule", key_dim: int, value_dim: int, key: jax.Array | None = None) -> None:
+def check_parts(rule: PartsWithFeatures, key_dim: int, value_dim: int, key: jax.Array | None = None) -> None:
     """Raises PartError if a part of the rule fails, or returns another shape than it should, for memories of these sizes.
 
     Called before anything is computed with the parts. `key` is what `Structure.init` will get, None if that is not known.
@@ -51,7 +73,7 @@ def check_parts(rule: "MemoryRule", key_dim: int, value_dim: int, key: jax.Array
     _check(rule, shapes, of_head, key_dim, _state_dtype(weights), _default_float())
 
 
-def check_choices(rule: "MemoryRule", params: "MemoryParams", key_dim: int) -> None:
+def check_choices(rule: PartsWithFeatures, params: MemoryParams, key_dim: int) -> None:
     """`check_parts` for the sizes of parameters. Arrays may be traced; only shapes and dtypes are used.
 
     Args:
@@ -76,7 +98,7 @@ def check_feature_dim(features: Features, key_dim: int) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def check_softmax_choices(rule: "SoftmaxRule", value_dim: int) -> None:
+def check_softmax_choices(rule: Parts, value_dim: int) -> None:
     """`check_parts` of a softmax rule, whose features have any number of channels."""
     _check_writing(rule, check_weight_shapes(rule.structure, value_dim, value_dim), jnp.dtype(jnp.float32))
 
@@ -93,7 +115,7 @@ def _state_dtype(weights: Mapping[str, Any]) -> jnp.dtype:
 
 @functools.lru_cache(maxsize=1024)
 def _check(
-    rule: "MemoryRule",
+    rule: PartsWithFeatures,
     weights: tuple[tuple[str, Shape], ...],
     coefficients: Shape | None,
     key_dim: int,
@@ -105,7 +127,7 @@ def _check(
     _check_writing(rule, dict(weights), dtype)
 
 
-def _check_writing(rule: "MemoryRule | SoftmaxRule", weights: Mapping[str, Shape], dtype: jnp.dtype) -> None:
+def _check_writing(rule: Parts, weights: Mapping[str, Shape], dtype: jnp.dtype) -> None:
     """Checks structure, objective, retention and optimizer. weights: name → (out, in), the outermost first."""
     array = lambda *shape: jax.ShapeDtypeStruct(shape, dtype)
     matrices = {name: array(*shape) for name, shape in weights.items()}
@@ -174,7 +196,7 @@ def _check_key_dim(features: Features, key_dim: int, feature_dim: int) -> None:
         raise PartError(f"{told} returned {found!r} for {feature_dim} features; it should be {key_dim}.")
 
 
-def _check_features(rule: "MemoryRule", keys: Any, coefficients: Any) -> None:
+def _check_features(rule: PartsWithFeatures, keys: Any, coefficients: Any) -> None:
     kind, given = rule.features, f"for keys of shape {keys.shape}"
     absent = () if coefficients is not None else ("coefficients is None, as init returns",)
     expected = {"apply": (_TOKENS, check_feature_dim(kind, keys.shape[-1]))}
@@ -186,7 +208,7 @@ def _check_features(rule: "MemoryRule", keys: Any, coefficients: Any) -> None:
         _same_shape(told, given, result, shape)
 
 
-def _check_structure(rule: "MemoryRule | SoftmaxRule", matrices: dict[str, Any], array: Any, value_dim: int) -> None:
+def _check_structure(rule: Parts, matrices: dict[str, Any], array: Any, value_dim: int) -> None:
     kind, told = rule.structure, f"{type(rule.structure).__name__}.apply"
     feature_dim = list(matrices.values())[-1].shape[1]
 
@@ -215,7 +237,7 @@ def _check_structure(rule: "MemoryRule | SoftmaxRule", matrices: dict[str, Any],
     _same_shape(told, f"for features of shape {(_TOKENS, feature_dim)}", out, (_TOKENS, value_dim))
 
 
-def _check_objective(rule: "MemoryRule | SoftmaxRule", array: Any, value_dim: int) -> None:
+def _check_objective(rule: Parts, array: Any, value_dim: int) -> None:
     kind = rule.objective
     if kind.removes:
         return
@@ -226,7 +248,7 @@ def _check_objective(rule: "MemoryRule | SoftmaxRule", array: Any, value_dim: in
     _same_shape(told, f"for outputs {out.shape}", loss, (_TOKENS,), "one number for each token, ")
 
 
-def _check_retention(rule: "MemoryRule | SoftmaxRule", matrices: dict[str, Any], array: Any) -> None:
+def _check_retention(rule: Parts, matrices: dict[str, Any], array: Any) -> None:
     kind = rule.retention
     for matrix in matrices.values():
         alpha = array(matrix.shape[1]) if kind.gate == "channel" else array()
@@ -244,7 +266,7 @@ def _check_retention(rule: "MemoryRule | SoftmaxRule", matrices: dict[str, Any],
             _same_shape(told, f"for a weight of shape {matrix.shape}", result, shape)
 
 
-def _check_optimizer(rule: "MemoryRule | SoftmaxRule", matrices: dict[str, Any], array: Any, value_dim: int) -> None:
+def _check_optimizer(rule: Parts, matrices: dict[str, Any], array: Any, value_dim: int) -> None:
     kind, told = rule.optimizer, f"{type(rule.optimizer).__name__}.update"
     state = tried(f"{type(kind).__name__}.init", lambda: jax.eval_shape(kind.init, matrices))
     if any(not jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(state)):

@@ -9,8 +9,9 @@ from jaxtyping import PyTree
 
 from atlasjax.memory.caching import combine
 from atlasjax.memory.caching import gates as gating
-from atlasjax.memory.caching.rule import CachedRule
-from atlasjax.memory.caching.state import CachedState, fresh_memory, in_segment
+from atlasjax.memory.caching.init import fresh_memory
+from atlasjax.memory.caching.spec import CachedSpec
+from atlasjax.memory.caching.state import CachedState, in_segment
 from atlasjax.memory.fast_weights.chunk import Soup
 from atlasjax.memory.gates import Weights
 from atlasjax.memory.grid import choose
@@ -18,7 +19,7 @@ from atlasjax.memory.layerwise import change_some, put_layer, put_slots, take_la
 from atlasjax.memory.rule import Params
 
 
-def push(rule: CachedRule[Params], params: Params, state: CachedState, full: jax.Array) -> CachedState:
+def push(rule: CachedSpec[Params], params: Params, state: CachedState, full: jax.Array) -> CachedState:
     """Where `full` [batch] is True, moves the segment's memory to the cache and begins a new segment."""
     places = state.keys.shape[2]
     slot = jnp.where(full, state.cached_count % places, places)  # one beyond the last is left out
@@ -33,7 +34,7 @@ def push(rule: CachedRule[Params], params: Params, state: CachedState, full: jax
 
 
 def push_layer(
-    rule: CachedRule[Params], params: Params, states: CachedState, layer: jax.Array, full: jax.Array
+    rule: CachedSpec[Params], params: Params, states: CachedState, layer: jax.Array, full: jax.Array
 ) -> CachedState:
     """`push` in the states of all layers, [layers, batch, …], without `counted`. A memory is written into its slot; nothing else of
     the cache moves."""
@@ -49,7 +50,7 @@ def push_layer(
     return change_some(end, states, full)
 
 
-def _to_cache(rule: CachedRule[Params], state: CachedState) -> tuple[Weights, jax.Array]:
+def _to_cache(rule: CachedSpec[Params], state: CachedState) -> tuple[Weights, jax.Array]:
     """What the segment's memory leaves in the cache: its weights and its pooled key."""
     weights = rule.rule.cached_weights(state.online)
     if rule.stop_gradient:
@@ -57,7 +58,7 @@ def _to_cache(rule: CachedRule[Params], state: CachedState) -> tuple[Weights, ja
     return weights, gating.running_pool(rule, state.key_sum, state.position[:, None])
 
 
-def _next_memory(rule: CachedRule[Params], params: Params, state: CachedState, full: jax.Array) -> PyTree:
+def _next_memory(rule: CachedSpec[Params], params: Params, state: CachedState, full: jax.Array) -> PyTree:
     """The memory that the next token writes to: in rows where `full`, that at the start of a segment."""
     online = state.online
     if rule.start != "fresh":
@@ -85,7 +86,7 @@ def _by_age(state: CachedState) -> tuple[jax.Array, jax.Array]:
 
 
 def read_cache(
-    rule: CachedRule[Params], params: Params, state: CachedState, q: jax.Array, u: jax.Array | None, blend: jax.Array | None,
+    rule: CachedSpec[Params], params: Params, state: CachedState, q: jax.Array, u: jax.Array | None, blend: jax.Array | None,
     own_keys: jax.Array, own_read: Callable[[Soup | None], jax.Array], dtype: jnp.dtype, layer: jax.Array | None = None,
 ) -> jax.Array:  # fmt: skip
     """The tokens' reads of the cache and of their own memory.
@@ -139,7 +140,7 @@ def read_cache(
     return combine.join(rule.rule, params, q, own_read(None), mine, others)
 
 
-def overfull(rule: CachedRule[Params], state: CachedState) -> jax.Array:
+def overfull(rule: CachedSpec[Params], state: CachedState) -> jax.Array:
     """Whether more memories were cached than the cache has slots although none may be evicted."""
     if rule.capacity is not None:
         return jnp.zeros(state.cached_count.shape, bool)

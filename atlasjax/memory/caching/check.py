@@ -3,14 +3,14 @@
 import jax
 
 from atlasjax.memory import check
-from atlasjax.memory.caching.rule import CachedRule
+from atlasjax.memory.caching.spec import CachedSpec
 from atlasjax.memory.caching.state import CachedState
 from atlasjax.memory.gates import Gates
 from atlasjax.memory.rule import Params
 
 
 def check_call(
-    rule: CachedRule[Params], params: Params, state: CachedState | None, q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates, *,
+    rule: CachedSpec[Params], params: Params, state: CachedState | None, q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates, *,
     time: bool, where: str,
 ) -> None:  # fmt: skip
     """Raises TypeError or ValueError for an invalid argument of a call."""
@@ -36,7 +36,7 @@ def check_call(
         raise ValueError(
             f"{where}: gates.blend is missing; this rule has blended=True and needs it with shape {list(q.shape[:-1])}."
             if rule.blended
-            else f"{where}: gates.blend is given, but only a CachedRule with blended=True uses it."
+            else f"{where}: gates.blend is given, but only a CachedSpec with blended=True uses it."
         )
     if rule.blended:
         name = "gates.blend"
@@ -45,7 +45,7 @@ def check_call(
         rule.check_state(params, state, q.shape[0], q.shape[-2], where)
 
 
-def check_capacity(rule: CachedRule, state: object, where: str) -> None:
+def check_capacity(rule: CachedSpec, state: object, where: str) -> None:
     """Raises ValueError if a state's cache does not have the rule's capacity."""
     if not isinstance(state, CachedState) or getattr(state.keys, "ndim", 0) != 4 or rule.capacity is None:
         return

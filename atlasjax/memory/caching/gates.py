@@ -2,16 +2,33 @@
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
-from atlasjax.memory.caching.rule import CachedRule
+from atlasjax.memory.caching.spec import CachedSpec
+from atlasjax.memory.caching.state import Tokens
+from atlasjax.memory.gates import Gates
 
 
-def pool(rule: CachedRule, keys: jax.Array, axis: int) -> jax.Array:
+def tokens_of(
+    rule: CachedSpec,
+    q: Float[Array, "batch time heads key_dim"],
+    k: Float[Array, "batch time heads key_dim"],
+    v: Float[Array, "batch time heads value_dim"],
+    gates: Gates,
+) -> Tokens:
+    """Separates the connector and the blend from the gates of `rule.rule`."""
+    connector = None
+    if rule.has_scores:
+        connector = q if rule.connector == "query" else gates.connector
+    return Tokens(q, k, v, gates._replace(connector=None, blend=None), connector, gates.blend)
+
+
+def pool(rule: CachedSpec, keys: jax.Array, axis: int) -> jax.Array:
     """p of whole segments: keys pooled over their token axis `axis`."""
     return jnp.mean(keys, axis=axis) if rule.pooling == "mean" else jnp.sum(keys, axis=axis)
 
 
-def running_pool(rule: CachedRule, total: jax.Array, count: jax.Array) -> jax.Array:
+def running_pool(rule: CachedSpec, total: jax.Array, count: jax.Array) -> jax.Array:
     """p of the current segment, from the sum of its keys so far [..., key_dim] and their number [...]."""
     if rule.pooling != "mean":
         return total
@@ -30,7 +47,7 @@ def by_age(connector: jax.Array, age: jax.Array) -> jax.Array:
 
 
 def gamma(
-    rule: CachedRule, scores: jax.Array, own: jax.Array, visible: jax.Array, blend: jax.Array | None
+    rule: CachedSpec, scores: jax.Array, own: jax.Array, visible: jax.Array, blend: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """γ of the cached memories (zero for those not visible) and γ of the token's own memory.
 
@@ -47,7 +64,7 @@ def gamma(
     return blend[..., None] * cached, 1 + blend * (mine - 1)
 
 
-def _gamma(rule: CachedRule, scores: jax.Array, own: jax.Array, visible: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _gamma(rule: CachedSpec, scores: jax.Array, own: jax.Array, visible: jax.Array) -> tuple[jax.Array, jax.Array]:
     low = jnp.where(visible, scores, -jnp.inf)
     top = jax.lax.stop_gradient(jnp.maximum(own, jnp.max(low, axis=-1, initial=-jnp.inf)))
     each, mine = unnormalized(rule, scores, visible, top[..., None]), unnormalized(rule, own, None, top)
@@ -57,12 +74,12 @@ def _gamma(rule: CachedRule, scores: jax.Array, own: jax.Array, visible: jax.Arr
     return each / total[..., None], mine / total
 
 
-def is_softmax(rule: CachedRule) -> bool:
+def is_softmax(rule: CachedSpec) -> bool:
     """Whether γ are divided by their sum, that of the memories read and of the token's own."""
     return rule.has_scores and rule.gate == "softmax"
 
 
-def unnormalized(rule: CachedRule, scores: jax.Array, visible: jax.Array | None, top: jax.Array) -> jax.Array:
+def unnormalized(rule: CachedSpec, scores: jax.Array, visible: jax.Array | None, top: jax.Array) -> jax.Array:
     """γ, before a softmax divides them by their sum; zero where not visible.
 
     Args:
@@ -81,7 +98,7 @@ def unnormalized(rule: CachedRule, scores: jax.Array, visible: jax.Array | None,
     return hide(jnp.exp((scores if visible is None else jnp.where(visible, scores, top)) - top))
 
 
-def select(rule: CachedRule, scores: jax.Array, visible: jax.Array) -> jax.Array:
+def select(rule: CachedSpec, scores: jax.Array, visible: jax.Array) -> jax.Array:
     """Indices of the top k visible memories by score, [..., k]. Ties go to the lower index; invisible memories come last."""
     low = jnp.where(visible, scores, jnp.finfo(scores.dtype).min)
     number, chosen = jax.lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1), []

@@ -11,8 +11,9 @@ from jaxtyping import PyTree
 from atlasjax.memory import grid, meshes
 from atlasjax.memory.caching import combine
 from atlasjax.memory.caching import gates as gating
-from atlasjax.memory.caching.rule import CachedRule
-from atlasjax.memory.caching.state import CachedState, Tokens, empty_cache, fresh_memory, in_segment
+from atlasjax.memory.caching.init import empty_cache, fresh_memory
+from atlasjax.memory.caching.spec import CachedSpec
+from atlasjax.memory.caching.state import CachedState, Tokens, in_segment
 from atlasjax.memory.fast_weights.chunk import Soup
 from atlasjax.memory.gates import Weights
 from atlasjax.memory.grid import choose
@@ -21,7 +22,7 @@ from pallas_kernels.arguments import wide_dtype
 
 
 def parallel_scan(
-    rule: CachedRule[Params],
+    rule: CachedSpec[Params],
     params: Params,
     tokens: Tokens,
     segment_ids: jax.Array | None,
@@ -63,7 +64,7 @@ class _Layout(NamedTuple):
 
 
 def _layout(
-    rule: CachedRule[Params], batch: int, time: int, segment_ids: jax.Array | None, max_segments: int | None
+    rule: CachedSpec[Params], batch: int, time: int, segment_ids: jax.Array | None, max_segments: int | None
 ) -> _Layout:
     size = rule.segment_size
     reach = lambda count: count if rule.capacity is None else rule.capacity
@@ -85,7 +86,7 @@ def _layout(
 
 
 def write_segments(
-    rule: CachedRule[Params], params: Params, rows: Tokens, lengths: jax.Array | None, resets: jax.Array | None
+    rule: CachedSpec[Params], params: Params, rows: Tokens, lengths: jax.Array | None, resets: jax.Array | None
 ) -> tuple[jax.Array, PyTree, PyTree | None]:
     """Reads M_t(q_t) of the segments' own memories, [segments, batch, C, heads, value_dim], the states at the segments' ends, and
     those at their starts (None if all are fresh)."""
@@ -137,7 +138,7 @@ class Cached(NamedTuple):
 
 
 def read_segments(
-    rule: CachedRule[Params], params: Params, rows: Tokens, y: jax.Array, cached: Cached, starts: PyTree | None = None
+    rule: CachedSpec[Params], params: Params, rows: Tokens, y: jax.Array, cached: Cached, starts: PyTree | None = None
 ) -> jax.Array:
     """The tokens' reads of all memories: [segments, batch, heads, C, value_dim].
 
@@ -189,7 +190,7 @@ def read_segments(
 
 
 def _select(
-    rule: CachedRule[Params], score: Callable[..., jax.Array], keys: jax.Array | None, connector: jax.Array | None,
+    rule: CachedSpec[Params], score: Callable[..., jax.Array], keys: jax.Array | None, connector: jax.Array | None,
     numbers: jax.Array, visible: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """The memories that each token reads: scores, indices, and whether it sees them, [segments, batch, heads, C, k].
@@ -211,7 +212,7 @@ def _select(
 
 
 def _read_selected(
-    rule: CachedRule[Params], params: Params, weights: Weights, q: jax.Array, index: jax.Array, gamma: jax.Array,
+    rule: CachedSpec[Params], params: Params, weights: Weights, q: jax.Array, index: jax.Array, gamma: jax.Array,
     dtype: jnp.dtype,
 ) -> jax.Array:  # fmt: skip
     """`combine.read_selected` of [segments, batch, heads, C, …]."""
@@ -222,7 +223,7 @@ def _read_selected(
 
 
 def _read_soup(
-    rule: CachedRule[Params], params: Params, rows: Tokens, weights: Weights, gamma: jax.Array, mine: jax.Array,
+    rule: CachedSpec[Params], params: Params, rows: Tokens, weights: Weights, gamma: jax.Array, mine: jax.Array,
     starts: PyTree | None,
 ) -> jax.Array:  # fmt: skip
     """Runs the segments again, with the cached layers mixed into every read.
@@ -242,7 +243,7 @@ def _read_soup(
 
 
 def _last_state(
-    rule: CachedRule[Params], params: Params, where: _Layout, rows: Tokens, ends: PyTree, weights: Weights, time: int,
+    rule: CachedSpec[Params], params: Params, where: _Layout, rows: Tokens, ends: PyTree, weights: Weights, time: int,
     segment_ids: jax.Array | None,
 ) -> CachedState:  # fmt: skip
     """The state after the call: the last segment's memory, and the earlier ones of its document."""

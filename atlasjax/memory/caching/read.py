@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from atlasjax.memory.caching import cache, combine
 from atlasjax.memory.caching import gates as gating
-from atlasjax.memory.caching.rule import CachedRule
+from atlasjax.memory.caching.spec import CachedSpec
 from atlasjax.memory.caching.state import CachedState
 from atlasjax.memory.fast_weights.chunk import Soup
 from atlasjax.memory.rule import Params
@@ -16,7 +16,7 @@ from pallas_kernels.arguments import wide_dtype
 
 @functools.partial(jax.jit, static_argnames=("rule",))
 def read_state(
-    rule: CachedRule[Params],
+    rule: CachedSpec[Params],
     params: Params,
     state: CachedState,
     q: jax.Array,

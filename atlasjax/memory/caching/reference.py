@@ -7,15 +7,16 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from atlasjax.memory import meshes
-from atlasjax.memory.caching.rule import CachedRule
-from atlasjax.memory.caching.state import Tokens, fresh_memory
+from atlasjax.memory.caching.init import fresh_memory
+from atlasjax.memory.caching.spec import CachedSpec
+from atlasjax.memory.caching.state import Tokens
 from atlasjax.memory.gates import Weights
 from atlasjax.memory.rule import Params
 from pallas_kernels.arguments import wide_dtype
 
 
 def _gates(
-    rule: CachedRule[Params], scores: jax.Array, own: jax.Array, visible: jax.Array, blend: jax.Array | None
+    rule: CachedSpec[Params], scores: jax.Array, own: jax.Array, visible: jax.Array, blend: jax.Array | None
 ) -> jax.Array:
     """γ of one token and head, [1 + n], with the token's own memory first."""
     gates = _unblended(rule, scores, own, visible)
@@ -25,7 +26,7 @@ def _gates(
     return (1 - blend) * alone + blend * gates
 
 
-def _unblended(rule: CachedRule[Params], scores: jax.Array, own: jax.Array, visible: jax.Array) -> jax.Array:
+def _unblended(rule: CachedSpec[Params], scores: jax.Array, own: jax.Array, visible: jax.Array) -> jax.Array:
     every = jnp.concatenate([own[None], scores])
     read = jnp.concatenate([jnp.ones(1, bool), visible])
     if rule.aggregation == "residual":
@@ -42,7 +43,7 @@ def _unblended(rule: CachedRule[Params], scores: jax.Array, own: jax.Array, visi
 
 
 def _read(
-    rule: CachedRule[Params], params: Params, memories: dict, gamma: jax.Array, x: jax.Array, own_read: jax.Array
+    rule: CachedSpec[Params], params: Params, memories: dict, gamma: jax.Array, x: jax.Array, own_read: jax.Array
 ) -> jax.Array:
     """One token of one head: memories [1 + n, …], the token's own first; gamma [1 + n], x [key_dim], own_read M_t(x)."""
     one = rule.rule
@@ -69,7 +70,7 @@ class _Carry(TypedDict):
 
 
 def reference_cached(
-    rule: CachedRule[Params], params: Params, tokens: Tokens, segment_ids: jax.Array | None = None
+    rule: CachedSpec[Params], params: Params, tokens: Tokens, segment_ids: jax.Array | None = None
 ) -> jax.Array:
     """y of a call from a fresh memory, [batch, time, heads, value_dim]. Tokens as in `parallel_scan`."""
     dtype = wide_dtype(tokens.q.dtype)
@@ -144,5 +145,5 @@ def reference_cached(
     return jax.vmap(lambda tokens, ids: meshes.scan(token, carry, (tokens, ids))[1])(tokens, ids)
 
 
-def _pool(rule: CachedRule[Params], total: jax.Array, count: jax.Array) -> jax.Array:
+def _pool(rule: CachedSpec[Params], total: jax.Array, count: jax.Array) -> jax.Array:
     return total / jnp.maximum(count, 1) if rule.pooling == "mean" else total

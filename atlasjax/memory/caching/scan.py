@@ -10,9 +10,10 @@ from jaxtyping import PyTree
 from atlasjax.memory import grid, meshes
 from atlasjax.memory.caching import cache, combine
 from atlasjax.memory.caching import gates as gating
+from atlasjax.memory.caching.gates import tokens_of
 from atlasjax.memory.caching.parallel import parallel_scan
-from atlasjax.memory.caching.rule import CachedRule
-from atlasjax.memory.caching.state import CachedState, Tokens, tokens_of
+from atlasjax.memory.caching.spec import CachedSpec
+from atlasjax.memory.caching.state import CachedState, Tokens
 from atlasjax.memory.fast_weights.chunk import Soup
 from atlasjax.memory.gates import Gates
 from atlasjax.memory.rule import Params
@@ -21,7 +22,7 @@ from pallas_kernels.arguments import wide_dtype
 
 @functools.partial(jax.jit, static_argnames=("rule", "max_segments"))
 def xla_scan(
-    rule: CachedRule[Params],
+    rule: CachedSpec[Params],
     params: Params,
     state: CachedState | None,
     q: jax.Array,
@@ -39,7 +40,7 @@ def xla_scan(
 
 
 def _from_state(
-    rule: CachedRule[Params], params: Params, state: CachedState, tokens: Tokens
+    rule: CachedSpec[Params], params: Params, state: CachedState, tokens: Tokens
 ) -> tuple[jax.Array, CachedState]:
     """A call that continues from a state anywhere in a segment, one segment after another."""
     time = tokens.q.shape[1]

@@ -9,16 +9,17 @@ import numpy as np
 from atlasjax.memory import grid
 from atlasjax.memory.caching import combine
 from atlasjax.memory.caching import gates as gating
+from atlasjax.memory.caching.init import empty_cache
 from atlasjax.memory.caching.parallel import Cached, read_segments, write_segments
-from atlasjax.memory.caching.rule import CachedRule
-from atlasjax.memory.caching.state import CachedState, Tokens, empty_cache
+from atlasjax.memory.caching.spec import CachedSpec
+from atlasjax.memory.caching.state import CachedState, Tokens
 from atlasjax.memory.gates import Weights
 from atlasjax.memory.rule import Params
 from pallas_kernels.arguments import wide_dtype
 
 
 def scan_part(
-    rule: CachedRule[Params], axes: tuple[str, ...], params: Params, tokens: Tokens
+    rule: CachedSpec[Params], axes: tuple[str, ...], params: Params, tokens: Tokens
 ) -> tuple[jax.Array, CachedState]:
     """The part of one device, inside a `shard_map` that divides the tokens over `axes`, from a fresh memory.
 
@@ -75,7 +76,7 @@ def scan_part(
     )
 
 
-def _read_in_turn(rule: CachedRule[Params], params: Params, rows: Tokens, y: jax.Array, cached: Cached) -> jax.Array:
+def _read_in_turn(rule: CachedSpec[Params], params: Params, rows: Tokens, y: jax.Array, cached: Cached) -> jax.Array:
     """`read_segments`, where every device sends one memory at a time to all others.
 
     A device never holds more memories than there are devices, nor γ of more, forward or backward: a softmax is summed on the way.

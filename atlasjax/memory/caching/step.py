@@ -9,8 +9,9 @@ from jaxtyping import PyTree
 
 from atlasjax.memory.caching import cache, combine
 from atlasjax.memory.caching import gates as gating
-from atlasjax.memory.caching.rule import CachedRule
-from atlasjax.memory.caching.state import CachedState, tokens_of
+from atlasjax.memory.caching.gates import tokens_of
+from atlasjax.memory.caching.spec import CachedSpec
+from atlasjax.memory.caching.state import CachedState
 from atlasjax.memory.fast_weights.chunk import Soup
 from atlasjax.memory.gates import Gates
 from atlasjax.memory.grid import widened
@@ -21,7 +22,7 @@ from pallas_kernels.arguments import wide_dtype
 
 @functools.partial(jax.jit, static_argnames=("rule",), inline=True)
 def xla_step(
-    rule: CachedRule[Params], params: Params, state: CachedState, q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates
+    rule: CachedSpec[Params], params: Params, state: CachedState, q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates
 ) -> tuple[jax.Array, CachedState]:
     """`CachedRule.step`."""
     state = widened(state, q.dtype)
@@ -35,7 +36,7 @@ def xla_step(
 
 
 def xla_step_layer(
-    rule: CachedRule[Params], params: Params, states: CachedState, layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array,
+    rule: CachedSpec[Params], params: Params, states: CachedState, layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array,
     gates: Gates,
 ) -> tuple[jax.Array, CachedState]:  # fmt: skip
     """`CachedRule.step_layer`: cached memories are read where they lie, and one is written where a segment ends."""
@@ -59,7 +60,7 @@ def xla_step_layer(
     return y, states._replace(online=online, **changed)
 
 
-def _step(rule: CachedRule[Params], soup: Soup | None) -> Callable[..., tuple[jax.Array, PyTree]]:
+def _step(rule: CachedSpec[Params], soup: Soup | None) -> Callable[..., tuple[jax.Array, PyTree]]:
     """The inner rule's `step`. soup: memories whose layers its reads mix in."""
     if soup is None:
         return rule.rule.step
@@ -67,7 +68,7 @@ def _step(rule: CachedRule[Params], soup: Soup | None) -> Callable[..., tuple[ja
 
 
 def _token(
-    rule: CachedRule[Params], params: Params, state: CachedState, q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates,
+    rule: CachedSpec[Params], params: Params, state: CachedState, q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates,
     own: Callable[..., tuple[jax.Array, PyTree]], layer: jax.Array | None = None,
 ) -> tuple[jax.Array, PyTree, jax.Array]:  # fmt: skip
     """One token after `push`: y, what `own` returns as the next memory, and the sum of the segment's keys.

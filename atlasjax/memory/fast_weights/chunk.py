@@ -14,7 +14,7 @@ from atlasjax.memory.axes import structures
 from atlasjax.memory.axes.optimizers import OptimizerState
 from atlasjax.memory.choices import check_all_applied, check_applied
 from atlasjax.memory.fast_weights import bounds, dual, formed, mapped, sequential, step_sizes
-from atlasjax.memory.fast_weights.rule import MemoryRule
+from atlasjax.memory.fast_weights.spec import MemorySpec
 from atlasjax.memory.fast_weights.state import MemoryParams
 from atlasjax.memory.gates import Weights
 from pallas_kernels.arguments import wide_dtype
@@ -42,7 +42,7 @@ class Plan(NamedTuple):
     writes: bool = True
 
 
-def plan(rule: MemoryRule, params: MemoryParams, dtype: jnp.dtype, time: int | None = None) -> Plan:
+def plan(rule: MemorySpec, params: MemoryParams, dtype: jnp.dtype, time: int | None = None) -> Plan:
     """Sizes of a call of `time` tokens in `dtype` (None: many). Short calls use shorter chunks where that changes nothing."""
     dtype = blocks.product_dtype(dtype)
     few = _FREE_BLOCK if time is None else 1 << (time - 1).bit_length()
@@ -103,7 +103,7 @@ class Slot(NamedTuple):
 
 
 def gradient_factors(
-    rule: MemoryRule,
+    rule: MemorySpec,
     params: MemoryParams,
     weights: Weights,
     k: jax.Array,
@@ -164,7 +164,7 @@ def mix(linear: structures.Linear, soup: Weights, gates: jax.Array, dtype: jnp.d
 
 
 def run_chunk(
-    rule: MemoryRule,
+    rule: MemorySpec,
     plan: Plan,
     params: MemoryParams,
     chunk_start: Weights | None,

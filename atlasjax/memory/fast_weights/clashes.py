@@ -1,16 +1,25 @@
 """The choices of a `MemoryRule` that cannot be combined."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from atlasjax.check import is_integer
+from atlasjax.memory.choices import PartsWithFeatures
 from pallas_kernels.newton_schulz import SCHEDULES
 
-if TYPE_CHECKING:
-    from atlasjax.memory.fast_weights.rule import MemoryRule
+
+class Choices(PartsWithFeatures, Protocol):
+    """The choices of a `MemoryRule`, whose making calls this module."""
+
+    @property
+    def window(self) -> int: ...
+    @property
+    def chunk_size(self) -> int: ...
+    @property
+    def uses_muon(self) -> bool: ...
 
 
-def clashes(rule: "MemoryRule") -> Iterator[tuple[str, str]]:
+def clashes(rule: Choices) -> Iterator[tuple[str, str]]:
     """Incompatible pairs of choices: (one, "the other: why and what to do")."""
     retention, optimizer, structure = (f"{n}={getattr(rule, n)!r}" for n in ("retention", "optimizer", "structure"))
     matrix = rule.structure.is_matrix

@@ -6,12 +6,12 @@ import jax.numpy as jnp
 from atlasjax.memory import blocks
 from atlasjax.memory.blocks import BlockGates, Factors, Read, decay_products, dot, exact, outer_sum
 from atlasjax.memory.fast_weights import step_sizes
-from atlasjax.memory.fast_weights.rule import MemoryRule
+from atlasjax.memory.fast_weights.spec import MemorySpec
 from atlasjax.memory.gates import Weights
 
 
 def dual_block(
-    rule: MemoryRule,
+    rule: MemorySpec,
     memory: Weights,
     momentum: Weights | None,
     factors: dict[str, Factors],
@@ -55,7 +55,7 @@ def dual_block(
 
 
 def channel_block(
-    rule: MemoryRule,
+    rule: MemorySpec,
     memory: Weights,
     momentum: Weights | None,
     factors: dict[str, Factors],

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 
 from atlasjax.memory.blocks import BlockGates, Factors, Read, applied, decay_products, exact
 from atlasjax.memory.fast_weights import orthogonal, step_sizes
-from atlasjax.memory.fast_weights.rule import MemoryRule
+from atlasjax.memory.fast_weights.spec import MemorySpec
 from atlasjax.memory.gates import Weights
 from pallas_kernels.newton_schulz import SCHEDULES, coefficients
 
 
 def muon_block(
-    rule: MemoryRule,
+    rule: MemorySpec,
     memory: Weights,
     momentum: Weights | None,
     factors: dict[str, Factors],
@@ -53,7 +53,7 @@ def muon_block(
 
 
 def unwritten_block(
-    rule: MemoryRule,
+    rule: MemorySpec,
     memory: Weights,
     momentum: Weights | None,
     factors: dict[str, Factors],

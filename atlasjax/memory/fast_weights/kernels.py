@@ -21,11 +21,12 @@ from atlasjax.memory.axes import objectives, optimizers, retention, structures
 from atlasjax.memory.axes.base import is_exactly
 from atlasjax.memory.fast_weights import bounds, linear_kernels
 from atlasjax.memory.fast_weights.fastest import PLATFORMS, fastest
+from atlasjax.memory.fast_weights.init import init_state
 from atlasjax.memory.fast_weights.packed import head_lengths, layout, pack, without_last_chunk
-from atlasjax.memory.fast_weights.rule import MemoryRule
 from atlasjax.memory.fast_weights.scan import state_after, window_count_of, xla_scan
 from atlasjax.memory.fast_weights.slots import Carry
-from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState, init_state
+from atlasjax.memory.fast_weights.spec import MemorySpec
+from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState
 from atlasjax.memory.gates import Gates, Weights
 from pallas_kernels.arguments import BEGINS, EMPTY, Segments, Window
 from pallas_kernels.chunk_memory import CHUNK_SIZES, chunk_memory, unsupported_by_gpu
@@ -52,7 +53,7 @@ class _Branch:
         return self.structure.apply(linear, x, jnp.zeros((), jnp.float32), norm)
 
 
-def _known(rule: MemoryRule) -> dict[str, tuple[object, bool]]:
+def _known(rule: MemorySpec) -> dict[str, tuple[object, bool]]:
     """Name → the rule's choice, and whether the kernels support it: exactly a listed class, not a subclass.
 
     Any feature map is supported, because it is applied before the kernels.
@@ -68,7 +69,7 @@ def _known(rule: MemoryRule) -> dict[str, tuple[object, bool]]:
     return {name: (getattr(rule, name), is_exactly(getattr(rule, name), *kinds)) for name, kinds in supported.items()}
 
 
-def kernel_of(rule: MemoryRule) -> str:
+def kernel_of(rule: MemorySpec) -> str:
     """The kernel for a rule, if its calls are supported: a name in `fastest.KERNELS`."""
     linear = linear_kernels.kernel_of(rule)
     if linear is not None:
@@ -79,7 +80,7 @@ def kernel_of(rule: MemoryRule) -> str:
 
 
 def unsupported(
-    implementation: str, rule: MemoryRule, params: MemoryParams, state: MemoryState | None, q: jax.Array, packed: bool
+    implementation: str, rule: MemorySpec, params: MemoryParams, state: MemoryState | None, q: jax.Array, packed: bool
 ) -> str | None:
     """The reason why "pallas_tpu" or "pallas_gpu" cannot run a call, with the relevant shapes, or None if it can.
 
@@ -128,7 +129,7 @@ def unsupported(
 @functools.partial(jax.jit, static_argnames=("implementation", "rule", "max_segments"))
 def pallas_scan(
     implementation: str,
-    rule: MemoryRule,
+    rule: MemorySpec,
     params: MemoryParams,
     state: MemoryState | None,
     q: jax.Array,
@@ -163,7 +164,7 @@ def pallas_scan(
 
 def _packed(
     implementation: str,
-    rule: MemoryRule,
+    rule: MemorySpec,
     params: MemoryParams,
     before: MemoryState,
     q: jax.Array,
@@ -219,11 +220,11 @@ class _Pallas:
         return PLATFORMS[self.name]
 
     def unsupported(
-        self, rule: MemoryRule, params: MemoryParams, state: MemoryState | None, q: jax.Array, packed: bool
+        self, rule: MemorySpec, params: MemoryParams, state: MemoryState | None, q: jax.Array, packed: bool
     ) -> str | None:
         return unsupported(self.name, rule, params, state, q, packed)
 
-    def is_preferred(self, rule: MemoryRule, q: jax.Array, v: jax.Array) -> bool:
+    def is_preferred(self, rule: MemorySpec, q: jax.Array, v: jax.Array) -> bool:
         """Whether it is recorded as faster than the XLA engine for tokens of these sizes; see `fastest`."""
         if q.shape[-1] != v.shape[-1]:
             return False
@@ -240,7 +241,7 @@ def _shapes(params: MemoryParams) -> dict[str, tuple[int, ...]]:
     return {name: w.shape[1:] for name, w in params.weights.items()}
 
 
-def _featured(rule: MemoryRule, params: MemoryParams, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _featured(rule: MemorySpec, params: MemoryParams, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """φ(x) and r(x) of x [batch, time, heads, key_dim], float32."""
     x = x.astype(jnp.float32)
     if rule.features.is_identity:
@@ -249,14 +250,14 @@ def _featured(rule: MemoryRule, params: MemoryParams, x: jax.Array) -> tuple[jax
     return by_head(rule.features.apply), by_head(rule.features.degree_one)
 
 
-def _chunk_size(rule: MemoryRule) -> int:
+def _chunk_size(rule: MemorySpec) -> int:
     """Tokens per chunk of the kernels."""
     return _FREE_CHUNK if rule.has_constant_gradient else rule.chunk_size
 
 
 def _chunks(
     implementation: str,
-    rule: MemoryRule,
+    rule: MemorySpec,
     params: MemoryParams,
     before: MemoryState,
     past: MemoryState | None,

@@ -39,7 +39,7 @@ from atlasjax.memory.blocks import (
 )
 from atlasjax.memory.fast_weights import bounds
 from atlasjax.memory.fast_weights.chunk import Slot
-from atlasjax.memory.fast_weights.rule import MemoryRule
+from atlasjax.memory.fast_weights.spec import MemorySpec
 from atlasjax.memory.fast_weights.state import MemoryParams
 from atlasjax.memory.gates import Weights
 from pallas_kernels.arguments import wide_dtype
@@ -104,7 +104,7 @@ class Prepared(NamedTuple):
 
 
 def tokens_of(
-    rule: MemoryRule,
+    rule: MemorySpec,
     query: jax.Array,
     key: jax.Array,
     v: jax.Array,
@@ -134,7 +134,7 @@ def tokens_of(
     return Tokens(query, decay, Removal(key, key, step_size, v), None)
 
 
-def scores_of(rule: MemoryRule, tokens: Tokens) -> Scores:
+def scores_of(rule: MemorySpec, tokens: Tokens) -> Scores:
     """All scores of a block together, in few and large products, so that each query and each key is decayed once."""
     queries, masks, keys = [tokens.query], [Mask(strict=False, shift=False)], []
     if tokens.removal is not None:
@@ -153,7 +153,7 @@ def scores_of(rule: MemoryRule, tokens: Tokens) -> Scores:
     return Scores(by_term[0], None if tokens.removal is None else by_term[1])
 
 
-def prepare(rule: MemoryRule, dtype: jnp.dtype, tokens: Tokens, scores: Scored | None) -> Prepared:
+def prepare(rule: MemorySpec, dtype: jnp.dtype, tokens: Tokens, scores: Scored | None) -> Prepared:
     """The parts of a block that do not depend on W_0.
 
     Args:
@@ -318,7 +318,7 @@ def _substitute(lower: jax.Array, rate: jax.Array, right: jax.Array) -> jax.Arra
     return jnp.stack(rows)
 
 
-def _slot_tokens(rule: MemoryRule, params: MemoryParams, slot: Slot) -> Tokens:
+def _slot_tokens(rule: MemorySpec, params: MemoryParams, slot: Slot) -> Tokens:
     """The tokens of a slot of one head."""
     wide = wide_dtype(slot.q.dtype)
     query, key = (rule.features.apply(params.coefficients, x.astype(wide)) for x in (slot.q, slot.k))
@@ -328,7 +328,7 @@ def _slot_tokens(rule: MemoryRule, params: MemoryParams, slot: Slot) -> Tokens:
 
 
 def linear_scan(
-    rule: MemoryRule, dtype: jnp.dtype, params: MemoryParams, memory: Weights, slots: Slot, resets: jax.Array | None
+    rule: MemorySpec, dtype: jnp.dtype, params: MemoryParams, memory: Weights, slots: Slot, resets: jax.Array | None
 ) -> tuple[jax.Array, Weights]:
     """All slots of a call of a rule with `is_linear`.
 

@@ -12,16 +12,16 @@ import jax.numpy as jnp
 
 from atlasjax.memory.fast_weights import bounds
 from atlasjax.memory.fast_weights.packed import layout, pack
-from atlasjax.memory.fast_weights.rule import MemoryRule
 from atlasjax.memory.fast_weights.scan import state_after
 from atlasjax.memory.fast_weights.slots import Carry
+from atlasjax.memory.fast_weights.spec import MemorySpec
 from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState
 from atlasjax.memory.gates import Gates
 from pallas_kernels.delta_rule import MOST_CHANNELS, delta_rule
 from pallas_kernels.linear_rule import linear_rule
 
 
-def kernel_of(rule: MemoryRule) -> str | None:
+def kernel_of(rule: MemorySpec) -> str | None:
     """The kernel for a linear rule, or None if it is not linear or `chunk_memory` runs it."""
     if not rule.is_linear:
         return None
@@ -32,7 +32,7 @@ def kernel_of(rule: MemoryRule) -> str | None:
     return "linear_rule" if has_channels or decays_last or rule.objective.removes else "delta_rule"
 
 
-def unsupported(rule: MemoryRule, weight: jax.Array, on_gpu: bool) -> dict[str, bool]:
+def unsupported(rule: MemorySpec, weight: jax.Array, on_gpu: bool) -> dict[str, bool]:
     """Reason → whether it applies, for a linear rule with a kernel. weight: W [heads, value_dim, feature_dim]."""
     return {
         f"no GPU kernel has been written for retention={rule.retention!r} with objective={rule.objective!r}": on_gpu
@@ -44,7 +44,7 @@ def unsupported(rule: MemoryRule, weight: jax.Array, on_gpu: bool) -> dict[str, 
 
 def scan(
     implementation: str,
-    rule: MemoryRule,
+    rule: MemorySpec,
     params: MemoryParams,
     before: MemoryState,
     q: jax.Array,
@@ -99,7 +99,7 @@ def scan(
     return packed.pick(y), state_after(rule, before, after, where, *tokens, segment_ids, None)
 
 
-def _step_size(rule: MemoryRule, gates: Gates, key: jax.Array) -> jax.Array | None:
+def _step_size(rule: MemorySpec, gates: Gates, key: jax.Array) -> jax.Array | None:
     """β [batch, time, heads] of the kernels, or None for a rule without step sizes. key: features."""
     if gates.step_size is None:
         return None

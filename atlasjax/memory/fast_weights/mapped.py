@@ -15,7 +15,7 @@ from atlasjax.memory import limits, meshes
 from atlasjax.memory.axes.optimizers import OptimizerState
 from atlasjax.memory.blocks import BlockGates, Factors, Queries, Read, dot, exact, row_sums, scaled
 from atlasjax.memory.fast_weights import bounds, step_sizes
-from atlasjax.memory.fast_weights.rule import MemoryRule
+from atlasjax.memory.fast_weights.spec import MemorySpec
 from atlasjax.memory.gates import Weights
 
 
@@ -39,7 +39,7 @@ class _Token(NamedTuple):
 
 
 def mapped_block(
-    rule: MemoryRule,
+    rule: MemorySpec,
     memory: Weights,
     momentum: OptimizerState,
     factors: dict[str, Factors],
@@ -86,7 +86,7 @@ def mapped_block(
 
 
 def _left_over(
-    rule: MemoryRule, stored: Weights, momentum: OptimizerState, weights: Weights, token: _Token
+    rule: MemorySpec, stored: Weights, momentum: OptimizerState, weights: Weights, token: _Token
 ) -> jax.Array:
     """1 + x_t/n_t of the docstring of `bounds`."""
     assert token.bounded is not None

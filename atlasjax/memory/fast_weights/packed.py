@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from atlasjax.memory import grid
-from atlasjax.memory.fast_weights.rule import MemoryRule
 from atlasjax.memory.fast_weights.scan import window_count_of
+from atlasjax.memory.fast_weights.spec import MemorySpec
 from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState
 from atlasjax.memory.gates import Gates
 from pallas_kernels.arguments import BEGINS, CONTINUES, EMPTY, Segments
@@ -36,7 +36,7 @@ class Packed(NamedTuple):
 
 
 def layout(
-    rule: MemoryRule,
+    rule: MemorySpec,
     before: MemoryState,
     time: int,
     segment_ids: jax.Array | None,
@@ -60,7 +60,7 @@ def head_lengths(where: grid.Layout, chunk: int) -> jax.Array:
 
 
 def pack(
-    rule: MemoryRule,
+    rule: MemorySpec,
     params: MemoryParams,
     before: MemoryState,
     where: grid.Layout,

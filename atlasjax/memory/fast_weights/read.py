@@ -8,14 +8,14 @@ import jax.numpy as jnp
 from atlasjax.memory.blocks import applied
 from atlasjax.memory.fast_weights.chunk import mix
 from atlasjax.memory.fast_weights.reference import read_one
-from atlasjax.memory.fast_weights.rule import MemoryRule
+from atlasjax.memory.fast_weights.spec import MemorySpec
 from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState
 from atlasjax.memory.gates import Weights
 from pallas_kernels.arguments import wide_dtype
 
 
 @functools.partial(jax.jit, static_argnames=("rule",))
-def read_state(rule: MemoryRule, params: MemoryParams, state: MemoryState, q: jax.Array) -> jax.Array:
+def read_state(rule: MemorySpec, params: MemoryParams, state: MemoryState, q: jax.Array) -> jax.Array:
     """M_t(φ(q)) for queries [batch, time, heads, key_dim]."""
     wide = wide_dtype(q.dtype)
     up = jax.tree.map(lambda x: x.astype(wide), params)
@@ -26,7 +26,7 @@ def read_state(rule: MemoryRule, params: MemoryParams, state: MemoryState, q: ja
     return over_batch(up, state.memory, q.astype(wide)).astype(q.dtype)
 
 
-def read_cached(rule: MemoryRule, dtype: jnp.dtype, params: MemoryParams, weights: Weights, q: jax.Array) -> jax.Array:
+def read_cached(rule: MemorySpec, dtype: jnp.dtype, params: MemoryParams, weights: Weights, q: jax.Array) -> jax.Array:
     """Reads of one memory of one head without the residual: weights [out, in], q [n, key_dim] → [n, value_dim]."""
     x = rule.features.apply(params.coefficients, q)
     skip = residual(rule, params, q)
@@ -34,13 +34,13 @@ def read_cached(rule: MemoryRule, dtype: jnp.dtype, params: MemoryParams, weight
     return y if skip is None else y - skip
 
 
-def residual(rule: MemoryRule, params: MemoryParams, q: jax.Array) -> jax.Array | None:
+def residual(rule: MemorySpec, params: MemoryParams, q: jax.Array) -> jax.Array | None:
     """r(q) of one head: q [..., key_dim] → [..., value_dim]. None for a memory without a residual."""
     return rule.features.degree_one(params.coefficients, q) if rule.structure.residual else None
 
 
 def read_mixed(
-    rule: MemoryRule, dtype: jnp.dtype, params: MemoryParams, weights: Weights, q: jax.Array, gamma: jax.Array
+    rule: MemorySpec, dtype: jnp.dtype, params: MemoryParams, weights: Weights, q: jax.Array, gamma: jax.Array
 ) -> jax.Array:
     """Reads of a soup of n memories of one head, with layers mixed for each token, without the residual.
 

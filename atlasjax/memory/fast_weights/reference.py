@@ -10,18 +10,19 @@ import jax.numpy as jnp
 
 from atlasjax.memory import limits, meshes
 from atlasjax.memory.fast_weights import bounds
-from atlasjax.memory.fast_weights.rule import MemoryRule
-from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState, init_state
+from atlasjax.memory.fast_weights.init import init_state
+from atlasjax.memory.fast_weights.spec import MemorySpec
+from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState
 from atlasjax.memory.gates import Gates
 from pallas_kernels.arguments import wide_dtype
 
 
-def read_one(rule: MemoryRule, params: MemoryParams, stored: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+def read_one(rule: MemorySpec, params: MemoryParams, stored: dict[str, jax.Array], x: jax.Array) -> jax.Array:
     """M(φ(x)) of one head: x [key_dim] → [value_dim]. `stored` is the memory as stored in a state."""
     return read_weights(rule, params, rule.weights(stored), x)
 
 
-def read_weights(rule: MemoryRule, params: MemoryParams, weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+def read_weights(rule: MemorySpec, params: MemoryParams, weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
     """M(φ(x)) of one head, from the memory's weights."""
     features = rule.features.apply(params.coefficients, x)
     skip = rule.features.degree_one(params.coefficients, x) if rule.structure.residual else None
@@ -29,7 +30,7 @@ def read_weights(rule: MemoryRule, params: MemoryParams, weights: dict[str, jax.
 
 
 def _gradient(
-    rule: MemoryRule, params: MemoryParams, weights: dict, token: dict, keys: jax.Array, values: jax.Array,
+    rule: MemorySpec, params: MemoryParams, weights: dict, token: dict, keys: jax.Array, values: jax.Array,
     thresholds: jax.Array, gamma: jax.Array,
 ) -> dict:  # fmt: skip
     """g_t: the gradient of the window's losses, weighted by γ, at the memory `weights`."""
@@ -50,7 +51,7 @@ def _gradient(
 
 
 def _bounded(
-    rule: MemoryRule, params: MemoryParams, before: dict, S: dict, origin: dict, g: dict, eta: jax.Array,
+    rule: MemorySpec, params: MemoryParams, before: dict, S: dict, origin: dict, g: dict, eta: jax.Array,
     theta: jax.Array, keys: jax.Array, values: jax.Array, thresholds: jax.Array, gamma: jax.Array,
 ) -> jax.Array:  # fmt: skip
     """η'_t from the step size η_t, see `bounds`. before: M_{t−1} and origin: M_{t'}, both as stored in a state."""
@@ -72,7 +73,7 @@ def _bounded(
     return eta * bounds.left_over(sum((jnp.sum(g[name] * change[name]) for name in g), jnp.zeros((), eta.dtype)), scale)
 
 
-def _minimizer(rule: MemoryRule, params: MemoryParams, W: jax.Array, token: dict) -> jax.Array:
+def _minimizer(rule: MemorySpec, params: MemoryParams, W: jax.Array, token: dict) -> jax.Array:
     """argmin_M ½‖M − W‖² + ½ Σ_c β_c (M φ(k) − v)_c², from one linear system with the matrix I + β_c k kᵀ for each row c."""
     k, beta = rule.features.apply(params.coefficients, token["k"]), token["step_size"]
 
@@ -82,7 +83,7 @@ def _minimizer(rule: MemoryRule, params: MemoryParams, W: jax.Array, token: dict
     return jax.vmap(row)(W, token["v"], jnp.broadcast_to(beta, W.shape[:1]))
 
 
-def _token(rule: MemoryRule, params: MemoryParams, initial: dict, carry: dict, token: dict) -> tuple[dict, jax.Array]:
+def _token(rule: MemorySpec, params: MemoryParams, initial: dict, carry: dict, token: dict) -> tuple[dict, jax.Array]:
     """One token of one head of one batch element."""
     carry = dict(carry)
     if "segment" in token:
@@ -139,7 +140,7 @@ def _token(rule: MemoryRule, params: MemoryParams, initial: dict, carry: dict, t
 
 @functools.partial(jax.jit, static_argnames=("rule",))
 def reference_scan(
-    rule: MemoryRule,
+    rule: MemorySpec,
     params: MemoryParams,
     state: MemoryState | None,
     q: jax.Array,

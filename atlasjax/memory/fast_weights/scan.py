@@ -7,10 +7,11 @@ import jax.numpy as jnp
 
 from atlasjax.memory import grid
 from atlasjax.memory.fast_weights.chunk import Plan, Slot, Soup, Window, plan
+from atlasjax.memory.fast_weights.init import init_state
 from atlasjax.memory.fast_weights.linear import linear_scan
-from atlasjax.memory.fast_weights.rule import MemoryRule
 from atlasjax.memory.fast_weights.slots import Carry, SlotInputs, cpu_lanes, from_slots, scan_slots, to_slots
-from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState, init_state
+from atlasjax.memory.fast_weights.spec import MemorySpec
+from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState
 from atlasjax.memory.gates import Gates, Weights
 from atlasjax.memory.grid import MaybeArray, choose
 from pallas_kernels.arguments import wide_dtype
@@ -18,7 +19,7 @@ from pallas_kernels.arguments import wide_dtype
 
 @functools.partial(jax.jit, static_argnames=("rule", "max_segments"))
 def xla_scan(
-    rule: MemoryRule,
+    rule: MemorySpec,
     params: MemoryParams,
     state: MemoryState | None,
     q: jax.Array,
@@ -84,7 +85,7 @@ _Operands = tuple[MemoryParams, Carry, SlotInputs, jax.Array | None, Weights | N
 
 
 def _run_slots(
-    rule: MemoryRule, sizes: Plan, dtype: jnp.dtype, operands: _Operands, fresh: bool
+    rule: MemorySpec, sizes: Plan, dtype: jnp.dtype, operands: _Operands, fresh: bool
 ) -> tuple[jax.Array, Carry]:
     """All slots of a call, in the form that the rule allows. Operands and `fresh` as in `slots.scan_slots`."""
     params, carry, inputs, _, _ = operands
@@ -114,7 +115,7 @@ def window_count_of(state: MemoryState) -> jax.Array:
 
 
 def _layout(
-    rule: MemoryRule,
+    rule: MemorySpec,
     sizes: Plan,
     state: MemoryState,
     fresh: bool,
@@ -139,7 +140,7 @@ def _layout(
 
 
 def state_after(
-    rule: MemoryRule,
+    rule: MemorySpec,
     state: MemoryState,
     carry: Carry,
     where: grid.Layout,

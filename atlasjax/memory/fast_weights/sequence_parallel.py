@@ -16,8 +16,9 @@ no effect on what follows. Whether the first token of a part starts one depends 
 import jax
 import jax.numpy as jnp
 
-from atlasjax.memory.fast_weights.rule import MemoryRule
-from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState, init_state
+from atlasjax.memory.fast_weights.init import init_state
+from atlasjax.memory.fast_weights.spec import MemorySpec
+from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState
 from atlasjax.memory.gates import Gates
 from atlasjax.memory.rule import ScanCall
 
@@ -25,7 +26,7 @@ _PRECISION = jax.lax.Precision.HIGHEST
 
 
 def scan_part(
-    rule: MemoryRule, axes: tuple[str, ...], run: ScanCall[MemoryParams, MemoryState],
+    rule: MemorySpec, axes: tuple[str, ...], run: ScanCall[MemoryParams, MemoryState],
     params: MemoryParams, state: MemoryState | None, q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates,
     segment_ids: jax.Array | None,
 ) -> tuple[jax.Array, MemoryState]:  # fmt: skip

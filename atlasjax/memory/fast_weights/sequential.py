@@ -11,7 +11,7 @@ from atlasjax.memory import blocks, limits, meshes
 from atlasjax.memory.axes.optimizers import OptimizerState
 from atlasjax.memory.blocks import BlockGates, Factors, Read, dot
 from atlasjax.memory.fast_weights import bounds, step_sizes
-from atlasjax.memory.fast_weights.rule import MemoryRule
+from atlasjax.memory.fast_weights.spec import MemorySpec
 from atlasjax.memory.gates import Weights
 
 _Written = tuple[Weights, OptimizerState]
@@ -22,7 +22,7 @@ _Token = tuple[
 
 
 def sequential_block(
-    rule: MemoryRule,
+    rule: MemorySpec,
     memory: Weights,
     momentum: OptimizerState,
     factors: dict[str, Factors],
@@ -68,7 +68,7 @@ def sequential_block(
 
 
 def _bounded(
-    rule: MemoryRule,
+    rule: MemorySpec,
     origin: step_sizes.Origin,
     memory: Weights,
     momentum: OptimizerState,

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from atlasjax.memory import grid, meshes
 from atlasjax.memory.axes.optimizers import OptimizerState
 from atlasjax.memory.fast_weights.chunk import Plan, Slot, Window, run_chunk
-from atlasjax.memory.fast_weights.rule import MemoryRule
+from atlasjax.memory.fast_weights.spec import MemorySpec
 from atlasjax.memory.fast_weights.state import MemoryParams
 from atlasjax.memory.gates import Weights
 from atlasjax.memory.grid import Tree, choose
@@ -71,7 +71,7 @@ def cpu_lanes(sizes: Plan, params: MemoryParams) -> int:
 
 
 def scan_slots(
-    rule: MemoryRule,
+    rule: MemorySpec,
     sizes: Plan,
     dtype: jnp.dtype,
     lanes: int,

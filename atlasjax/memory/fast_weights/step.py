@@ -11,8 +11,8 @@ from atlasjax.memory.axes.optimizers import OptimizerState
 from atlasjax.memory.blocks import product_dtype
 from atlasjax.memory.fast_weights.chunk import Plan, Slot, Soup, Window, run_chunk
 from atlasjax.memory.fast_weights.linear import linear_scan
-from atlasjax.memory.fast_weights.rule import MemoryRule
 from atlasjax.memory.fast_weights.scan import window_count_of, window_of
+from atlasjax.memory.fast_weights.spec import MemorySpec
 from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState
 from atlasjax.memory.gates import Gates, Weights
 from atlasjax.memory.grid import MaybeArray, choose
@@ -25,7 +25,7 @@ _Token = Callable[..., _Updated]
 
 @functools.partial(jax.jit, static_argnames=("rule",), inline=True)
 def xla_step(
-    rule: MemoryRule,
+    rule: MemorySpec,
     params: MemoryParams,
     state: MemoryState,
     q: jax.Array,
@@ -91,7 +91,7 @@ def xla_step(
 
 
 def xla_step_layer(
-    rule: MemoryRule, params: MemoryParams, states: MemoryState, layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array,
+    rule: MemorySpec, params: MemoryParams, states: MemoryState, layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array,
     gates: Gates,
 ) -> tuple[jax.Array, MemoryState]:  # fmt: skip
     """`xla_step` in the states of all layers, [layers, batch, …]. The memory at a chunk's start is written only where one begins or
@@ -107,13 +107,13 @@ def xla_step_layer(
     return y, put_layer(rest(states), rest(after), layer, y)._replace(chunk_start=starts)
 
 
-def _special(rule: MemoryRule, position: jax.Array) -> jax.Array:
+def _special(rule: MemorySpec, position: jax.Array) -> jax.Array:
     """Whether a chunk begins or ends with the token, [batch]."""
     return (position == 0) | ((position + 1) % rule.chunk_size == 0)
 
 
 def _token_of_rows(
-    rule: MemoryRule, sizes: Plan, params: MemoryParams, state: MemoryState, slot: Slot, soup: Weights | None
+    rule: MemorySpec, sizes: Plan, params: MemoryParams, state: MemoryState, slot: Slot, soup: Weights | None
 ) -> _Updated:
     """`_token`, by the shorter `_inner_token` for rows that neither begin nor end a chunk, nor write with Muon."""
     assert state.position is not None
@@ -151,7 +151,7 @@ def _some_special(
 
 
 def _token(
-    rule: MemoryRule, sizes: Plan, params: MemoryParams, state: MemoryState, slot: Slot, soup: Weights | None
+    rule: MemorySpec, sizes: Plan, params: MemoryParams, state: MemoryState, slot: Slot, soup: Weights | None
 ) -> _Updated:
     """(M, S, chunk start, window, y) after one token."""
     before, start = (rule.begin_chunk(state.memory), rule.begin_momentum(state.momentum)), None
@@ -167,7 +167,7 @@ def _token(
 
 
 def _inner_token(
-    rule: MemoryRule, sizes: Plan, params: MemoryParams, state: MemoryState, slot: Slot, soup: Weights | None
+    rule: MemorySpec, sizes: Plan, params: MemoryParams, state: MemoryState, slot: Slot, soup: Weights | None
 ) -> _Updated:
     """`_token` where no chunk begins or ends, and Muon does not write if it does not write at every token."""
     sizes = sizes._replace(writes=rule.optimizer.every == 1)
@@ -178,7 +178,7 @@ def _inner_token(
 
 
 def _run(
-    rule: MemoryRule, sizes: Plan, params: MemoryParams, state: MemoryState, start: Weights | None, memory: Weights,
+    rule: MemorySpec, sizes: Plan, params: MemoryParams, state: MemoryState, start: Weights | None, memory: Weights,
     momentum: OptimizerState, slot: Slot, soup: Weights | None,
 ) -> tuple[Weights, OptimizerState, Window | None, jax.Array]:  # fmt: skip
     """`run_chunk` of every batch element and head."""

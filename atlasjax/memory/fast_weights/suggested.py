@@ -3,28 +3,28 @@
 import numpy as np
 
 from atlasjax.memory import limits
-from atlasjax.memory.fast_weights.rule import MemoryRule
+from atlasjax.memory.fast_weights.spec import MemorySpec
 
 _GELU_SLOPE = 1.13
 
 
-def curvature(rule: MemoryRule, key_dim: int, value_dim: int) -> float:
+def curvature(rule: MemorySpec, key_dim: int, value_dim: int) -> float:
     """λ, an estimate of the largest squared singular value of ∂M(φ(k))/∂M at M_0 for ‖k‖ = 1, exact for a matrix."""
     return rule.structure.curvature(value_dim) * rule.features.square_norm(key_dim) * rule.retention.slope(value_dim)
 
 
-def write_count(rule: MemoryRule, momentum_decay: np.ndarray, window_weights: np.ndarray) -> np.ndarray:
+def write_count(rule: MemorySpec, momentum_decay: np.ndarray, window_weights: np.ndarray) -> np.ndarray:
     """How often one token's gradient is added to the memory, momentum included to its end: [heads] and [heads, c] → [heads]."""
     return window_weights.sum(axis=1) / (1.0 - momentum_decay if rule.optimizer.has_momentum else 1.0)
 
 
-def has_steps_of_one_size(rule: MemoryRule) -> bool:
+def has_steps_of_one_size(rule: MemorySpec) -> bool:
     """Whether the size of the optimizer's steps does not depend on that of the gradient."""
     return rule.optimizer.orthogonalizes or not (rule.optimizer.is_linear or rule.optimizer.is_implicit)
 
 
 def suggested_steps(
-    rule: MemoryRule, key_dim: int, value_dim: int, forgetting: np.ndarray, momentum_decay: np.ndarray, window_weights: np.ndarray,
+    rule: MemorySpec, key_dim: int, value_dim: int, forgetting: np.ndarray, momentum_decay: np.ndarray, window_weights: np.ndarray,
     similar_keys: bool,
 ) -> tuple[np.ndarray, float]:  # fmt: skip
     """`Rule.suggested_steps`: initial η of each head, and its upper bound."""

@@ -9,8 +9,8 @@ from jaxtyping import PyTree
 
 from atlasjax.memory import meshes
 from atlasjax.memory.gates import Gates
-from atlasjax.memory.log_linear.rule import LogLinearRule
-from atlasjax.memory.log_linear.state import count_levels, fresh_memory
+from atlasjax.memory.log_linear.init import fresh_memory
+from atlasjax.memory.log_linear.spec import LogLinearSpec
 from atlasjax.memory.rule import Params
 from pallas_kernels.arguments import wide_dtype
 
@@ -26,7 +26,7 @@ class _Carry(TypedDict):
 
 
 def reference_outputs(
-    rule: LogLinearRule[Params],
+    rule: LogLinearSpec[Params],
     params: Params,
     q: jax.Array,
     k: jax.Array,
@@ -40,7 +40,7 @@ def reference_outputs(
     params, (q, k, v, gates) = jax.tree.map(wide, (params, (q, k, v, gates)))
     batch, time = q.shape[:2]
     fresh = jax.tree.map(wide, fresh_memory(rule, params, 1))
-    spans = [rule.segment_size << j for j in range(count_levels(rule, time))]
+    spans = [rule.segment_size << j for j in range(rule.count_levels(time))]
     ids = jnp.zeros((batch, time), jnp.int32) if segment_ids is None else segment_ids
     when = lambda condition, a, b: jax.tree.map(lambda x, y: jnp.where(condition, x, y), a, b)
 

@@ -12,7 +12,9 @@ from atlasjax.memory.caching.state import in_segment
 from atlasjax.memory.gates import Gates, Weights
 from atlasjax.memory.grid import Tree, choose
 from atlasjax.memory.log_linear import state as states
-from atlasjax.memory.log_linear.rule import LogLinearRule
+from atlasjax.memory.log_linear.init import init_state
+from atlasjax.memory.log_linear.levels import begin_segment, read_levels
+from atlasjax.memory.log_linear.spec import LogLinearSpec
 from atlasjax.memory.log_linear.state import LogLinearState
 from atlasjax.memory.rule import Params, State
 from pallas_kernels.arguments import wide_dtype
@@ -22,7 +24,7 @@ _Tokens = tuple[jax.Array, jax.Array, jax.Array, Gates]  # q, k, v and the gates
 
 @functools.partial(jax.jit, static_argnames=("rule", "max_segments"))
 def xla_scan(
-    rule: LogLinearRule[Params],
+    rule: LogLinearSpec[Params],
     params: Params,
     state: LogLinearState | None,
     q: jax.Array,
@@ -45,7 +47,7 @@ def xla_scan(
         return _sequential(rule, params, state, tokens, weights, where)
     assert max_segments is not None
     where = grid.document_pieces(segment_ids, max_segments, rule.segment_size)
-    y, state = _sequential(rule, params, states.init_state(rule, params, batch, time), tokens, weights, where)
+    y, state = _sequential(rule, params, init_state(rule, params, batch, time), tokens, weights, where)
     state = state._replace(own=in_segment(state.own, segment_ids[:, -1]))
     assert where.overflow is not None
     poison = lambda x: jnp.full_like(x, jnp.nan) if jnp.issubdtype(x.dtype, jnp.floating) else x
@@ -53,7 +55,7 @@ def xla_scan(
 
 
 def _sequential(
-    rule: LogLinearRule[Params],
+    rule: LogLinearSpec[Params],
     params: Params,
     state: LogLinearState,
     tokens: _Tokens,
@@ -73,7 +75,7 @@ def _sequential(
         (row, weights), length, reset = xs
         state = state._replace(position=jnp.where(reset, 0, state.position))
         begins = (length > 0) & (state.position % rule.segment_size == 0)
-        state, number = states.begin_segment(rule, params, state, begins)
+        state, number = begin_segment(rule, params, state, begins)
         repeated, lengths = jax.tree.map(lambda x: jnp.repeat(x, copies, axis=0), (row, length))
         lengths = jnp.where(states.written(number, state), lengths, 0)
         before = states.writers(state)
@@ -83,7 +85,7 @@ def _sequential(
         up = lambda x: jnp.swapaxes(x.astype(wide), 1, 2)
         real = (jnp.arange(where.width)[None] < length[:, None])[..., None, None]
         own = up(jnp.where(real, y[::copies], 0.0))
-        y = states.read_levels(rule, up_params, state, number, up(row[0]), own, up(weights), dtype)
+        y = read_levels(rule, up_params, state, number, up(row[0]), own, up(weights), dtype)
         state = state._replace(position=state.position + length.astype(jnp.int32))
         return state, jnp.swapaxes(y, 1, 2)
 
@@ -95,7 +97,7 @@ def _sequential(
 
 
 def _parallel(
-    rule: LogLinearRule[Params], params: Params, tokens: _Tokens, weights: jax.Array
+    rule: LogLinearSpec[Params], params: Params, tokens: _Tokens, weights: jax.Array
 ) -> tuple[jax.Array, LogLinearState]:
     """A call from a fresh memory. The memories of level j continue those of level j − 1, whose segments are their first half."""
     batch, time = tokens[0].shape[:2]
@@ -115,7 +117,7 @@ def _parallel(
 
     others = jnp.zeros_like(own_read)
     finished, levels = ends, []
-    for j in range(states.count_levels(rule, time)):
+    for j in range(rule.count_levels(time)):
         span = size << j
         pairs = ((time - 1) // span + 1) // 2  # of a memory of this level and the `span` tokens that read it
         memories = _at(finished, slice(0, 2 * pairs, 2))
@@ -143,7 +145,7 @@ def _from(tokens: Tree, begin: int) -> Tree:
 
 
 def _continued(
-    rule: LogLinearRule[Params], params: Params, starts: State, tokens: _Tokens, pairs: int, span: int
+    rule: LogLinearSpec[Params], params: Params, starts: State, tokens: _Tokens, pairs: int, span: int
 ) -> State:
     """The memories [pairs, batch, …] of `span` tokens each, from those of their first halves."""
     second = lambda x: grid.as_rows(_pairs(x, 1, pairs, span)[:, :, span // 2 : span].swapaxes(0, 1))
@@ -161,7 +163,7 @@ def _pairs(x: jax.Array, axis: int, pairs: int, span: int) -> jax.Array:
 
 
 def _read_level(
-    rule: LogLinearRule[Params],
+    rule: LogLinearSpec[Params],
     dtype: jnp.dtype,
     pairs: int,
     span: int,

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from atlasjax.memory.gates import Gates
 from atlasjax.memory.grid import choose
 from atlasjax.memory.log_linear import state as states
-from atlasjax.memory.log_linear.rule import LogLinearRule
+from atlasjax.memory.log_linear.levels import begin_segment, read_levels
+from atlasjax.memory.log_linear.spec import LogLinearSpec
 from atlasjax.memory.log_linear.state import LogLinearState
 from atlasjax.memory.rule import Params
 from pallas_kernels.arguments import wide_dtype
@@ -16,7 +17,7 @@ from pallas_kernels.arguments import wide_dtype
 
 @functools.partial(jax.jit, static_argnames=("rule",), inline=True)
 def xla_step(
-    rule: LogLinearRule[Params],
+    rule: LogLinearSpec[Params],
     params: Params,
     state: LogLinearState,
     q: jax.Array,
@@ -29,7 +30,7 @@ def xla_step(
     wide = wide_dtype(dtype)
     assert gates.connector is not None
     weights = jax.nn.softplus(gates.connector.astype(wide))
-    state, number = states.begin_segment(rule, params, state, state.position % rule.segment_size == 0)
+    state, number = begin_segment(rule, params, state, state.position % rule.segment_size == 0)
     before = states.writers(state)
     copies = states.count_writers(state)
     repeat = lambda x: jnp.repeat(x, copies, axis=0)
@@ -38,13 +39,13 @@ def xla_step(
     state = states.with_written(state, choose(states.written(number, state), after, before))
     up = lambda x: x.astype(wide)[:, :, None]
     up_params = jax.tree.map(lambda x: x.astype(wide), params)
-    y = states.read_levels(rule, up_params, state, number, up(q), up(y[::copies]), weights[:, :, None], dtype)
+    y = read_levels(rule, up_params, state, number, up(q), up(y[::copies]), weights[:, :, None], dtype)
     return y[:, :, 0].astype(dtype), state._replace(position=state.position + 1)
 
 
 @functools.partial(jax.jit, static_argnames=("rule",), inline=True)
 def read_state(
-    rule: LogLinearRule[Params], params: Params, state: LogLinearState, q: jax.Array, connector: jax.Array
+    rule: LogLinearSpec[Params], params: Params, state: LogLinearState, q: jax.Array, connector: jax.Array
 ) -> jax.Array:
     """`LogLinearRule.read`."""
     wide = wide_dtype(q.dtype)
@@ -52,7 +53,5 @@ def read_state(
     up_params = jax.tree.map(lambda x: x.astype(wide), params)
     own = up(rule.rule.read(params, state.own, q.astype(wide)))
     number = jnp.maximum(state.position - 1, 0) // rule.segment_size
-    y = states.read_levels(
-        rule, up_params, state, number, up(q), own, up(jax.nn.softplus(connector.astype(wide))), wide
-    )
+    y = read_levels(rule, up_params, state, number, up(q), own, up(jax.nn.softplus(connector.astype(wide))), wide)
     return jnp.swapaxes(y, 1, 2).astype(q.dtype)

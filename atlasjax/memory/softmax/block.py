@@ -16,7 +16,7 @@ from atlasjax.memory.gates import Weights
 from atlasjax.memory.limits import toward_target
 from atlasjax.memory.softmax import sums
 from atlasjax.memory.softmax.coefficients import Coefficients, Transition, bounded
-from atlasjax.memory.softmax.rule import SoftmaxRule
+from atlasjax.memory.softmax.spec import SoftmaxSpec
 from atlasjax.memory.softmax.sums import Partial
 from atlasjax.memory.softmax.tape import Cache
 
@@ -70,7 +70,7 @@ _ChunkInputs = tuple[
 
 
 def visible(
-    rule: SoftmaxRule,
+    rule: SoftmaxSpec,
     read_at: jax.Array | np.ndarray,
     read_segment: jax.Array | None,
     entry: jax.Array | np.ndarray,
@@ -90,7 +90,7 @@ def visible(
     return sees
 
 
-def read_rows(rule: SoftmaxRule, sizes: Sizes) -> tuple[np.ndarray, np.ndarray]:
+def read_rows(rule: SoftmaxSpec, sizes: Sizes) -> tuple[np.ndarray, np.ndarray]:
     """The reads of the cache before a block: (token whose key is read, position of the last token written before the read).
 
     Tokens and positions are counted as in `Tokens.k`. Without a cache window all reads of the block see the same earlier entries,
@@ -106,7 +106,7 @@ def read_rows(rule: SoftmaxRule, sizes: Sizes) -> tuple[np.ndarray, np.ndarray]:
     return tokens, np.repeat(np.arange(sizes.chunks) * sizes.chunk + c - 2, E)
 
 
-def _by_chunk(rule: SoftmaxRule, sizes: Sizes, part: Partial) -> tuple[Partial | None, Partial]:
+def _by_chunk(rule: SoftmaxSpec, sizes: Sizes, part: Partial) -> tuple[Partial | None, Partial]:
     """Splits the rows of a block's reads, [keys + queries], by chunk: [chunks, E, …] and [chunks, b, …]."""
     keys = len(read_rows(rule, sizes)[0])
     stack = lambda x: x.reshape(sizes.chunks, -1, *x.shape[1:])
@@ -120,7 +120,7 @@ def _by_chunk(rule: SoftmaxRule, sizes: Sizes, part: Partial) -> tuple[Partial |
 
 
 def gradients(
-    rule: SoftmaxRule, weights: Weights, h: jax.Array, k: jax.Array, v: jax.Array, dtype: jnp.dtype
+    rule: SoftmaxSpec, weights: Weights, h: jax.Array, k: jax.Array, v: jax.Array, dtype: jnp.dtype
 ) -> tuple[jax.Array, dict[str, Factors], jax.Array]:
     """From h(k) [n, width]: ∂ℓ/∂h of each token, [n, width]; ∇ℓ of every other weight as outer products; M(k)."""
 
@@ -143,7 +143,7 @@ def gradients(
 
 
 def with_bound(
-    rule: SoftmaxRule, coefficients: Coefficients, left: jax.Array, factors: dict[str, Factors], out: jax.Array, v: jax.Array
+    rule: SoftmaxSpec, coefficients: Coefficients, left: jax.Array, factors: dict[str, Factors], out: jax.Array, v: jax.Array
 ) -> Coefficients:  # fmt: skip
     """`coefficients.bounded` from the results of `gradients`."""
     if coefficients.writes is None:
@@ -176,7 +176,7 @@ def write_weights(
 
 
 def read_out(
-    rule: SoftmaxRule, h: jax.Array, q: jax.Array, weights: Weights, momentum: Weights | None,
+    rule: SoftmaxSpec, h: jax.Array, q: jax.Array, weights: Weights, momentum: Weights | None,
     factors: dict[str, Factors], A: jax.Array, s: jax.Array | None, C: jax.Array, dtype: jnp.dtype,
 ) -> jax.Array:  # fmt: skip
     """y from h(q) [r, width]. The other weights of each read, A W + s S + Σ_i C[:, i] ∇_i with A, s: [r], are never formed."""
@@ -194,7 +194,7 @@ def read_out(
 
 
 def run_block(
-    rule: SoftmaxRule, sizes: Sizes, initial: Weights, carry: Carry, part: Partial, tokens: Tokens, places: Places
+    rule: SoftmaxSpec, sizes: Sizes, initial: Weights, carry: Carry, part: Partial, tokens: Tokens, places: Places
 ) -> tuple[Carry, Cache, jax.Array]:
     """One block of one head.
 

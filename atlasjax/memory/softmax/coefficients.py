@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from atlasjax.memory import meshes
 from atlasjax.memory.blocks import decay_products, divisible, window_matrix
 from atlasjax.memory.limits import HORIZON, within_horizon
-from atlasjax.memory.softmax.rule import SoftmaxRule
+from atlasjax.memory.softmax.spec import SoftmaxSpec
 
 
 class Transition(NamedTuple):
@@ -73,7 +73,7 @@ def _product(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def coefficients(
-    rule: SoftmaxRule,
+    rule: SoftmaxSpec,
     retention: jax.Array,
     step_size: jax.Array,
     momentum_decay: jax.Array,

@@ -18,7 +18,7 @@ from atlasjax.memory.gates import Weights
 from atlasjax.memory.grid import Tree
 from atlasjax.memory.softmax.block import Carry, Places, Sizes, Tokens, read_rows, run_block, visible
 from atlasjax.memory.softmax.coefficients import Transition
-from atlasjax.memory.softmax.rule import SoftmaxRule
+from atlasjax.memory.softmax.spec import SoftmaxSpec
 from atlasjax.memory.softmax.sums import Partial, partial_sums
 from atlasjax.memory.softmax.tape import Cache
 
@@ -50,7 +50,7 @@ class Span(NamedTuple):
     last: bool
 
 
-def _spans(rule: SoftmaxRule, sizes: Sizes, finished_before: int) -> list[Span]:
+def _spans(rule: SoftmaxSpec, sizes: Sizes, finished_before: int) -> list[Span]:
     if rule.cache_window is not None:
         return [Span(0, sizes.blocks, finished_before, True)]
     edges = np.unique(np.linspace(0, sizes.blocks, min(sizes.blocks, _PHASES) + 1).round().astype(int))
@@ -87,7 +87,7 @@ def _moved(sizes: Sizes, span: Span, cache: Cache, since: Transition | None) -> 
 
 
 def _read(
-    rule: SoftmaxRule, sizes: Sizes, span: Span, tokens: Tokens, cache: Cache, since: Transition | None,
+    rule: SoftmaxSpec, sizes: Sizes, span: Span, tokens: Tokens, cache: Cache, since: Transition | None,
     indices: Indices, g: jax.Array,
 ) -> Partial:  # fmt: skip
     """A block's reads of the finished entries before it, with its keys (in the order of `read_rows`) and its queries."""
@@ -111,7 +111,7 @@ def _read(
     return partial_sums(rule, x, _moved(sizes, span, cache, since), sees, sizes.dtype)
 
 
-def _places(rule: SoftmaxRule, sizes: Sizes, indices: Indices, g: jax.Array) -> Places:
+def _places(rule: SoftmaxSpec, sizes: Sizes, indices: Indices, g: jax.Array) -> Places:
     window = rule.window - 1
     first = indices.real.shape[0] - sizes.blocks * sizes.block - window + g * sizes.block
     cut = lambda x: jax.lax.dynamic_slice_in_dim(x, first, window + sizes.block)
@@ -131,7 +131,7 @@ def _join(parts: list[Tree]) -> Tree:
 
 
 def _forward(
-    rule: SoftmaxRule, sizes: Sizes, initial: Weights, carry: Carry, cache: Cache, xs: Xs, indices: Indices
+    rule: SoftmaxSpec, sizes: Sizes, initial: Weights, carry: Carry, cache: Cache, xs: Xs, indices: Indices
 ) -> tuple[jax.Array, Carry, Cache, tuple[Carry, Partial]]:
     before = cache.decay.shape[0] - sizes.blocks * sizes.block
 
@@ -157,7 +157,7 @@ def _forward(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def run_blocks(
-    rule: SoftmaxRule, sizes: Sizes, initial: Weights, carry: Carry, cache: Cache, xs: Xs, indices: Indices
+    rule: SoftmaxSpec, sizes: Sizes, initial: Weights, carry: Carry, cache: Cache, xs: Xs, indices: Indices
 ) -> tuple[jax.Array, Carry, Cache]:
     """All blocks of one head.
 

@@ -9,8 +9,8 @@ from atlasjax.memory.blocks import applied
 from atlasjax.memory.gates import Weights
 from atlasjax.memory.softmax import sums
 from atlasjax.memory.softmax.reference import read_one
-from atlasjax.memory.softmax.rule import SoftmaxRule
 from atlasjax.memory.softmax.scan import stored_places
+from atlasjax.memory.softmax.spec import SoftmaxSpec
 from atlasjax.memory.softmax.state import SoftmaxParams, SoftmaxState
 from atlasjax.memory.softmax.step import OpenChunk, open_chunk, read_open, seen
 from atlasjax.memory.softmax.tape import Cache
@@ -18,7 +18,7 @@ from pallas_kernels.arguments import wide_dtype
 
 
 @functools.partial(jax.jit, static_argnames=("rule",))
-def read_state(rule: SoftmaxRule, params: SoftmaxParams, state: SoftmaxState, q: jax.Array) -> jax.Array:
+def read_state(rule: SoftmaxSpec, params: SoftmaxParams, state: SoftmaxState, q: jax.Array) -> jax.Array:
     """M_t(φ*(q)) for queries [batch, time, heads, key_dim]."""
     wide = wide_dtype(q.dtype, state.keys.dtype)
     entries = state.keys.shape[2]
@@ -63,7 +63,7 @@ def cached_weights(state: SoftmaxState) -> Weights:
     return {**state.weights, **entries}
 
 
-def read_cached(rule: SoftmaxRule, dtype: jnp.dtype, weights: Weights, q: jax.Array) -> jax.Array:
+def read_cached(rule: SoftmaxSpec, dtype: jnp.dtype, weights: Weights, q: jax.Array) -> jax.Array:
     """The read of one cached memory of one head, with its own Z and without the residual: q [n, key_dim] → [n, value_dim]."""
     cache = Cache(weights["keys"], weights["coefficients"], None, weights["decay"][:, 0])
     part = sums.partial_sums(rule, q, cache, jnp.ones((1, cache.keys.shape[0]), bool), dtype)
@@ -74,7 +74,7 @@ def read_cached(rule: SoftmaxRule, dtype: jnp.dtype, weights: Weights, q: jax.Ar
     return y if skip is None else y - skip
 
 
-def reference_read(rule: SoftmaxRule, weights: Weights, x: jax.Array) -> jax.Array:
+def reference_read(rule: SoftmaxSpec, weights: Weights, x: jax.Array) -> jax.Array:
     """The definition of a read of one cached memory of one head with its residual: x [key_dim] → [value_dim]."""
     entries = {"keys": weights["keys"], "a": weights["coefficients"], "rho": weights["decay"][:, 0]}
     present = jnp.ones(entries["rho"].shape, bool)

@@ -10,13 +10,14 @@ import jax.numpy as jnp
 
 from atlasjax.memory import limits, meshes
 from atlasjax.memory.gates import Gates
-from atlasjax.memory.softmax.rule import SoftmaxRule
-from atlasjax.memory.softmax.state import SoftmaxParams, SoftmaxState, empty_state
+from atlasjax.memory.softmax.init import empty_state
+from atlasjax.memory.softmax.spec import SoftmaxSpec
+from atlasjax.memory.softmax.state import SoftmaxParams, SoftmaxState
 from atlasjax.memory.softmax.tape import Cache, cut_tail, ordered_cache, stored_cache, tail_places, tape_of
 from pallas_kernels.arguments import wide_dtype
 
 
-def memory_sum(rule: SoftmaxRule, memory: dict, x: jax.Array) -> jax.Array:
+def memory_sum(rule: SoftmaxSpec, memory: dict, x: jax.Array) -> jax.Array:
     """h(x) = Σ_i a_i κ(k_i, x), divided by Z(x) = Σ_i ρ_i κ(k_i, x) if normalized. x: [key_dim], the result [width]."""
     scores = jnp.where(memory["present"], rule.score_scale(x.size) * (memory["keys"] @ x), 0.0)
     if not rule.normalized:
@@ -30,13 +31,13 @@ def memory_sum(rule: SoftmaxRule, memory: dict, x: jax.Array) -> jax.Array:
     return jnp.where(Z > 0, kappa @ memory["a"] / jnp.where(Z > 0, Z, 1.0), 0.0)
 
 
-def read_one(rule: SoftmaxRule, memory: dict, x: jax.Array) -> jax.Array:
+def read_one(rule: SoftmaxSpec, memory: dict, x: jax.Array) -> jax.Array:
     """M(φ*(x)) of one head. x: [key_dim], the result [value_dim]."""
     linear = lambda name, u: memory_sum(rule, memory, x) if name == rule.inner else memory["weights"][name] @ u
     return rule.structure.apply(linear, x, x, None)
 
 
-def _loss(rule: SoftmaxRule, memory: dict, change: jax.Array, weights: dict, k: jax.Array, v: jax.Array) -> jax.Array:
+def _loss(rule: SoftmaxSpec, memory: dict, change: jax.Array, weights: dict, k: jax.Array, v: jax.Array) -> jax.Array:
     """ℓ(M; k, v) with the sum replaced by h(k) + change, and with the given other weights."""
     h = memory_sum(rule, memory, k)
     linear = lambda name, u: h + change if name == rule.inner else weights[name] @ u
@@ -57,7 +58,7 @@ def _forget(carry: dict, initial: dict, new: jax.Array) -> dict:
     return {**carry, "memory": memory, **restart}
 
 
-def _token(rule: SoftmaxRule, initial: dict, carry: dict, token: dict) -> tuple[dict, jax.Array]:
+def _token(rule: SoftmaxSpec, initial: dict, carry: dict, token: dict) -> tuple[dict, jax.Array]:
     """One token of one head of one batch element. Entry `index` of the arrays is the token's."""
     before = carry
     new = (token["segment"] != carry["segment"]) & (carry["segment"] >= 0)
@@ -113,7 +114,7 @@ def _token(rule: SoftmaxRule, initial: dict, carry: dict, token: dict) -> tuple[
 
 @functools.partial(jax.jit, static_argnames=("rule",))
 def reference_scan(
-    rule: SoftmaxRule,
+    rule: SoftmaxSpec,
     params: SoftmaxParams,
     state: SoftmaxState | None,
     q: jax.Array,

@@ -15,9 +15,10 @@ from atlasjax.memory.softmax.coefficients import (
     coefficients,
     since_commit,
 )
+from atlasjax.memory.softmax.init import empty_state
 from atlasjax.memory.softmax.loop import Indices, Xs, run_blocks
-from atlasjax.memory.softmax.rule import SoftmaxRule
-from atlasjax.memory.softmax.state import SoftmaxParams, SoftmaxState, empty_state, has_scaling
+from atlasjax.memory.softmax.spec import SoftmaxSpec
+from atlasjax.memory.softmax.state import SoftmaxParams, SoftmaxState
 from atlasjax.memory.softmax.sums import divide, partial_sums
 from atlasjax.memory.softmax.tape import (
     Cache,
@@ -34,7 +35,7 @@ _BLOCK_TOKENS = 128  # tokens that read the cache together; never changes the re
 _NOWHERE = 1 << 29  # a slot beyond any tape
 
 
-def plan(rule: SoftmaxRule, time: int, dtype: jnp.dtype) -> tuple[int, int]:
+def plan(rule: SoftmaxSpec, time: int, dtype: jnp.dtype) -> tuple[int, int]:
     """(tokens per chunk, chunks per block) for a call of `time` slots; static."""
     if rule.has_constant_gradient:
         return min(_BLOCK_TOKENS, time), 1
@@ -43,7 +44,7 @@ def plan(rule: SoftmaxRule, time: int, dtype: jnp.dtype) -> tuple[int, int]:
 
 @functools.partial(jax.jit, static_argnames=("rule", "max_segments"))
 def xla_scan(
-    rule: SoftmaxRule,
+    rule: SoftmaxSpec,
     params: SoftmaxParams,
     state: SoftmaxState | None,
     q: jax.Array,
@@ -147,7 +148,7 @@ def xla_scan(
 
 
 def _run(
-    rule: SoftmaxRule,
+    rule: SoftmaxSpec,
     sizes: Sizes,
     params: SoftmaxParams,
     state: SoftmaxState,
@@ -192,7 +193,7 @@ def _run(
         coef = jax.tree.map(by_block, coef)
         starts, whole = jax.vmap(before_each)(coef.end)
         since = None
-        if has_scaling(rule):
+        if rule.has_scaling:
             columns = None if rule.cache_window is None else -(-finished // sizes.block)
             since = since_commit(whole, columns)
         windows = jnp.arange(sizes.blocks)[:, None] * sizes.block + jnp.arange(c - 1 + sizes.block)[None]
@@ -209,7 +210,7 @@ def _run(
         operands = meshes.vary_like((params_weights, carry, cache, xs, indices))  # their cotangents will all vary alike
         y, carry, cache = run_blocks(rule, sizes, *operands)
 
-        if has_scaling(rule):
+        if rule.has_scaling:
             after = after_each(whole)
             each = lambda x: jnp.concatenate([jnp.broadcast_to(x[:1], (finished,)), jnp.repeat(x[1:], sizes.block)])
             cache = _scale(cache, jax.tree.map(each, after))
@@ -243,7 +244,7 @@ def _scale(cache: Cache, by: Transition) -> Cache:
 
 
 def cache_reads(
-    rule: SoftmaxRule, cache: Cache, count: jax.Array, x: jax.Array, dtype: jnp.dtype, real: jax.Array
+    rule: SoftmaxSpec, cache: Cache, count: jax.Array, x: jax.Array, dtype: jnp.dtype, real: jax.Array
 ) -> jax.Array:
     """h(x) from a stored cache: x [batch, heads, n, key_dim] → [batch, heads, n, width], zero where `real` [batch, n] is False."""
     entries = cache.decay.shape[2]
@@ -257,7 +258,7 @@ def cache_reads(
     return jnp.where(real[:, None, :, None], h, 0.0)
 
 
-def stored_places(rule: SoftmaxRule, entries: int, count: jax.Array) -> jax.Array:
+def stored_places(rule: SoftmaxSpec, entries: int, count: jax.Array) -> jax.Array:
     """Whether each slot of a stored cache holds an entry, [batch, N]."""
     place = jnp.arange(entries)[None]
     return place < count[:, None] if rule.cache_window is None else place >= entries - count[:, None]

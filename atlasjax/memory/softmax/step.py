@@ -19,9 +19,10 @@ from atlasjax.memory.layerwise import change_some, put_layer, put_slots, take_la
 from atlasjax.memory.softmax import sums
 from atlasjax.memory.softmax.block import gradients, moved, read_out, with_bound, write_weights
 from atlasjax.memory.softmax.coefficients import Coefficients, coefficients
-from atlasjax.memory.softmax.rule import SoftmaxRule
+from atlasjax.memory.softmax.init import empty_state
 from atlasjax.memory.softmax.scan import cache_reads, stored_places
-from atlasjax.memory.softmax.state import SoftmaxParams, SoftmaxState, Tail, empty_state, has_scaling
+from atlasjax.memory.softmax.spec import SoftmaxSpec
+from atlasjax.memory.softmax.state import SoftmaxParams, SoftmaxState, Tail
 from atlasjax.memory.softmax.tape import Cache
 from pallas_kernels.arguments import wide_dtype
 
@@ -43,13 +44,13 @@ class OpenChunk(NamedTuple):
     last: jax.Array
 
 
-def seen(rule: SoftmaxRule, entries: int, held: jax.Array, last: jax.Array) -> jax.Array:
+def seen(rule: SoftmaxSpec, entries: int, held: jax.Array, last: jax.Array) -> jax.Array:
     """Whether a read sees each slot of a stored cache, [N]. last: the read's position in its chunk, −1 exactly at t'."""
     return held if rule.cache_window is None else held & (jnp.arange(entries) > last)
 
 
 def read_open(
-    rule: SoftmaxRule, weights: Weights, momentum: Weights | None, part: sums.Partial, chunk: OpenChunk, q: jax.Array,
+    rule: SoftmaxSpec, weights: Weights, momentum: Weights | None, part: sums.Partial, chunk: OpenChunk, q: jax.Array,
     dtype: jnp.dtype,
 ) -> tuple[jax.Array, jax.Array, dict, Coefficients | None]:  # fmt: skip
     """y of the queries [r, key_dim] from their sums over the cache and the unfinished chunk, and the chunk's gradients and
@@ -69,7 +70,7 @@ def read_open(
 
 
 def open_chunk(
-    rule: SoftmaxRule, tail: Tail, h: jax.Array, position: jax.Array, count: jax.Array, commit: jax.Array
+    rule: SoftmaxSpec, tail: Tail, h: jax.Array, position: jax.Array, count: jax.Array, commit: jax.Array
 ) -> OpenChunk:
     """The tail of one head as a chunk that is read after `position` ≥ 1 tokens."""
     c, b = rule.window, tail.step_size.shape[0]
@@ -96,7 +97,7 @@ def _cache(state: SoftmaxState) -> Cache:
     return Cache(state.keys, state.coefficients, state.momentum, state.decay)
 
 
-def _sums_of(rule: SoftmaxRule, cache: Cache) -> CacheSums:
+def _sums_of(rule: SoftmaxSpec, cache: Cache) -> CacheSums:
     """How caches [batch, heads, …] are read."""
 
     def run(x: jax.Array, sees: jax.Array, dtype: jnp.dtype) -> sums.Partial:
@@ -106,7 +107,7 @@ def _sums_of(rule: SoftmaxRule, cache: Cache) -> CacheSums:
     return run
 
 
-def _sums_of_layer(rule: SoftmaxRule, caches: Cache, layer: jax.Array) -> CacheSums:
+def _sums_of_layer(rule: SoftmaxSpec, caches: Cache, layer: jax.Array) -> CacheSums:
     """How those of one layer are read in the caches of all layers, [layers, batch, heads, …].
 
     A CPU takes what a product reads out of a larger array first. One head after another, that is little at a time.
@@ -142,7 +143,7 @@ class Written(NamedTuple):
 
 
 def _write(
-    rule: SoftmaxRule, state: SoftmaxState, q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates,
+    rule: SoftmaxSpec, state: SoftmaxState, q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates,
     cache_sums: CacheSums,
 ) -> tuple[jax.Array, Written]:  # fmt: skip
     """y of one token, and what it leaves behind. Arguments as for `xla_step`. cache_sums: how the cache is read."""
@@ -195,7 +196,7 @@ def _write(
 
 
 def _committed(
-    rule: SoftmaxRule, params: SoftmaxParams, state: SoftmaxState, written: Written, dtype: jnp.dtype
+    rule: SoftmaxSpec, params: SoftmaxParams, state: SoftmaxState, written: Written, dtype: jnp.dtype
 ) -> SoftmaxState:
     """The state after the last token of a chunk. state: that before the token, or after it; dtype: of the tokens."""
     batch, heads = state.keys.shape[:2]
@@ -237,7 +238,7 @@ def _committed(
 
 @functools.partial(jax.jit, static_argnames=("rule",), inline=True)
 def xla_step(
-    rule: SoftmaxRule,
+    rule: SoftmaxSpec,
     params: SoftmaxParams,
     state: SoftmaxState,
     q: jax.Array,
@@ -259,7 +260,7 @@ def xla_step(
 
 
 def xla_step_layer(
-    rule: SoftmaxRule,
+    rule: SoftmaxSpec,
     params: SoftmaxParams,
     states: SoftmaxState,
     layer: jax.Array,
@@ -293,12 +294,12 @@ def xla_step_layer(
 
 
 def _commit(
-    rule: SoftmaxRule, cache: Cache, keys: jax.Array, left: jax.Array, coef: Coefficients, count: jax.Array
+    rule: SoftmaxSpec, cache: Cache, keys: jax.Array, left: jax.Array, coef: Coefficients, count: jax.Array
 ) -> Cache:
     """The cache of one head after a chunk; keys, left: [c − 1 + b, …]."""
     c, b, N = rule.window, coef.end_entries.shape[0], cache.decay.shape[0]
     a, momentum, rho = cache.coefficients, cache.momentum, cache.decay
-    if has_scaling(rule):
+    if rule.has_scaling:
         a, rho = moved(a, momentum, coef.end), coef.end.decay * rho
         if momentum is not None and coef.end.momentum_decay is not None:
             momentum = coef.end.momentum_decay * momentum

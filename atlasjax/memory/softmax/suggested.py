@@ -13,10 +13,10 @@ bounded write may then go 1/(H Γ) of the way, whatever θ is (`SoftmaxRule.step
 import numpy as np
 
 from atlasjax.memory import limits
-from atlasjax.memory.softmax.rule import SoftmaxRule
+from atlasjax.memory.softmax.spec import SoftmaxSpec
 
 
-def start_scale(rule: SoftmaxRule, step_size: np.ndarray) -> np.ndarray:
+def start_scale(rule: SoftmaxSpec, step_size: np.ndarray) -> np.ndarray:
     """Initial scale of each head's weights relative to their fan-in scale. step_size: initial η, [heads]."""
     if not rule.structure.is_matrix and rule.objective.gradient_is_value:
         return 2.0 / np.sqrt(step_size)
@@ -24,7 +24,7 @@ def start_scale(rule: SoftmaxRule, step_size: np.ndarray) -> np.ndarray:
 
 
 def suggested_steps(
-    rule: SoftmaxRule, forgetting: np.ndarray, momentum_decay: np.ndarray, window_weights: np.ndarray
+    rule: SoftmaxSpec, forgetting: np.ndarray, momentum_decay: np.ndarray, window_weights: np.ndarray
 ) -> tuple[np.ndarray, float]:
     """`Rule.suggested_steps`: initial η of each head, and its upper bound."""
     gamma = window_weights.sum(axis=1)  # Γ

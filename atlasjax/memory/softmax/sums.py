@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from atlasjax.memory.blocks import applied, dot
 from atlasjax.memory.products import product
-from atlasjax.memory.softmax.rule import SoftmaxRule
+from atlasjax.memory.softmax.spec import SoftmaxSpec
 from atlasjax.memory.softmax.tape import Cache
 
 
@@ -34,7 +34,7 @@ class Partial(NamedTuple):
     momentum: jax.Array | None
 
 
-def scores(rule: SoftmaxRule, x: jax.Array, keys: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def scores(rule: SoftmaxSpec, x: jax.Array, keys: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """scale · x·k: [r, n]."""
     return applied(x, keys, dtype) * rule.score_scale(x.shape[-1])
 
@@ -63,7 +63,7 @@ def _kappa(scores: jax.Array, shift: jax.Array | None, visible: jax.Array) -> ja
     return jnp.where(visible, jnp.exp(jnp.minimum(scores - shift[:, None], _limit(scores.dtype))), 0.0)
 
 
-def partial_sums(rule: SoftmaxRule, x: jax.Array, cache: Cache, visible: jax.Array, dtype: jnp.dtype) -> Partial:
+def partial_sums(rule: SoftmaxSpec, x: jax.Array, cache: Cache, visible: jax.Array, dtype: jnp.dtype) -> Partial:
     """Sums over the visible entries of `cache` for the queries x [r, key_dim]. visible: [r or 1, n]."""
     r, n = x.shape[0], cache.decay.shape[0]
     if n == 0:
@@ -91,7 +91,7 @@ def partial_sums(rule: SoftmaxRule, x: jax.Array, cache: Cache, visible: jax.Arr
 
 
 def join(
-    rule: SoftmaxRule,
+    rule: SoftmaxSpec,
     part: Partial,
     decay: jax.Array,
     momentum: jax.Array | None,

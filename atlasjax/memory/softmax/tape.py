@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from atlasjax.memory import grid
 from atlasjax.memory.gates import Gates
-from atlasjax.memory.softmax.rule import SoftmaxRule
+from atlasjax.memory.softmax.spec import SoftmaxSpec
 from atlasjax.memory.softmax.state import SoftmaxState, Tail
 
 
@@ -30,7 +30,7 @@ class Tape(NamedTuple):
 
 
 def tape_of(
-    rule: SoftmaxRule,
+    rule: SoftmaxSpec,
     state: SoftmaxState,
     q: jax.Array,
     k: jax.Array,
@@ -100,7 +100,7 @@ class Cache(NamedTuple):
     decay: jax.Array
 
 
-def ordered_cache(rule: SoftmaxRule, state: SoftmaxState) -> Cache:
+def ordered_cache(rule: SoftmaxSpec, state: SoftmaxState) -> Cache:
     """The cache of a state with its last entry in slot N − 1, and zeros in empty slots."""
     cache = Cache(state.keys, state.coefficients, state.momentum, state.decay)
     entries = state.keys.shape[2]
@@ -110,7 +110,7 @@ def ordered_cache(rule: SoftmaxRule, state: SoftmaxState) -> Cache:
     return jax.tree.map(lambda x: _take(x, index, (index >= 0) & (index < entries)), cache)
 
 
-def stored_cache(rule: SoftmaxRule, cache: Cache, end: jax.Array, count: jax.Array, entries: int) -> Cache:
+def stored_cache(rule: SoftmaxSpec, cache: Cache, end: jax.Array, count: jax.Array, entries: int) -> Cache:
     """The inverse of `ordered_cache`: the stored form of the entries before `end` [batch], the last `count` of its segment."""
     place = jnp.arange(entries)[None]
     if rule.cache_window is None:
@@ -121,7 +121,7 @@ def stored_cache(rule: SoftmaxRule, cache: Cache, end: jax.Array, count: jax.Arr
 
 
 def cut_tail(
-    rule: SoftmaxRule, state: SoftmaxState, tape: Tape, start: jax.Array, count: jax.Array, position: jax.Array
+    rule: SoftmaxSpec, state: SoftmaxState, tape: Tape, start: jax.Array, count: jax.Array, position: jax.Array
 ) -> Tail:
     """The tail of the new state, without preactivations.
 
@@ -155,7 +155,7 @@ def cut_tail(
     )
 
 
-def tail_places(rule: SoftmaxRule, count: jax.Array, position: jax.Array) -> jax.Array:
+def tail_places(rule: SoftmaxSpec, count: jax.Array, position: jax.Array) -> jax.Array:
     """Whether each slot of a tail holds a token, [batch, c − 1 + p], given the numbers of tokens up to t' and after it, [batch]."""
     places, c = jnp.arange(rule.window - 1 + rule.pending)[None], rule.window
     return (places >= c - 1 - count[:, None]) & (places < c - 1 + position[:, None])

@@ -7,7 +7,7 @@ import pytest
 
 from atlasjax import memory
 from atlasjax.memory.softmax import SoftmaxRule
-from atlasjax.memory.softmax.state import init_state
+from atlasjax.memory.softmax.init import init_state
 from tests.marks import each_name, some_slow
 from tests.memory.cases import assert_close
 from tests.memory.softmax.cases import MATRIX, RULES, make_inputs

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from atlasjax import memory
-from atlasjax.memory.softmax.state import init_state
+from atlasjax.memory.softmax.init import init_state
 from tests.marks import each_name, some_slow
 from tests.memory.cases import assert_close, steps
 from tests.memory.softmax.cases import RULES, make_inputs
