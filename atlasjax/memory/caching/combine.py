@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from atlasjax.memory import meshes
+from atlasjax.memory.blocks import product_dtype
 from atlasjax.memory.fast_weights.chunk import Soup
 from atlasjax.memory.gates import Gates, Weights
 from atlasjax.memory.rule import Params, Rule
@@ -66,7 +67,7 @@ def join(
 
 def over_heads(rule: Rule, dtype: jnp.dtype) -> Callable[..., jax.Array]:
     """`Rule.read_cached` for [batch, heads, …]."""
-    one = functools.partial(rule.read_cached, dtype)
+    one = functools.partial(rule.read_cached, product_dtype(dtype))
     return jax.vmap(jax.vmap(one), in_axes=(None, 0, 0))
 
 
@@ -219,5 +220,5 @@ def read_mixed(
     rule: Rule, dtype: jnp.dtype, params: Params, memories: Weights, q: jax.Array, gamma: jax.Array
 ) -> jax.Array:
     """Reads of a memory soup, with layers mixed for each token. Arguments as in `read_all`; the rule is a `MixingRule`."""
-    one = functools.partial(mixing(rule).read_mixed, dtype)
+    one = functools.partial(mixing(rule).read_mixed, product_dtype(dtype))
     return jax.vmap(jax.vmap(one), in_axes=(None, 0, 0, 0))(params, memories, q, gamma)

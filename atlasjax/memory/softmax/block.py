@@ -160,10 +160,11 @@ def moved(x: jax.Array, s: jax.Array | None, by: Transition) -> jax.Array:
 
 
 def write_weights(
-    weights: Weights, momentum: Weights | None, factors: dict[str, Factors], c: Coefficients, dtype: jnp.dtype
+    weights: Weights, momentum: Weights | None, factors: dict[str, Factors], c: Coefficients
 ) -> tuple[Weights, Weights | None]:
     """The ordinary weights and their momentum after a chunk."""
-    weighed = lambda f, by: outer(f.left * by[:, None], f.inputs, dtype)
+    # In the state's dtype also where tokens are bfloat16: what is rounded here stays in the memory, and later steps enlarge it.
+    weighed = lambda f, by: outer(f.left * by[:, None], f.inputs, f.left.dtype)
     new = {
         name: moved(w, None if momentum is None else momentum[name], c.end) + weighed(factors[name], c.end_gradients)
         for name, w in weights.items()
@@ -246,7 +247,7 @@ def run_block(
                 rho_old[None],
                 sees,
             )
-            h = sums.divide(value + sums.weighted(kappa, a_old, dtype), mass)
+            h = sums.divide(value + dot(kappa, a_old, dtype), mass)
         left, factors, out = gradients(rule, weights, h, k_chunk, v_chunk, dtype)
         coef = with_bound(rule, coef, left, factors, out, v_chunk)
 
@@ -271,10 +272,10 @@ def run_block(
         kappa, value, mass = sums.join(rule, query_part, decay, momentum, raw, weight, sees)
         kappa_old, kappa = kappa[:, :old], kappa[:, old:]
         if old:
-            value = value + A[:, None] * sums.weighted(kappa_old, a_old, dtype)
+            value = value + A[:, None] * dot(kappa_old, a_old, dtype)
             if s is not None and carry.momentum is not None:
-                value = value + s[:, None] * sums.weighted(kappa_old, carry.momentum[:old], dtype)
-        h = sums.divide(value + sums.weighted(kappa * coef.gradients, left, dtype), mass)
+                value = value + s[:, None] * dot(kappa_old, carry.momentum[:old], dtype)
+        h = sums.divide(value + dot(kappa * coef.gradients, left, dtype), mass)
         y = read_out(rule, h, q, weights, weights_momentum, factors, A, s, coef.gradients, dtype)
 
         # Commit.
@@ -287,7 +288,7 @@ def run_block(
             momentum = coef.end.momentum_decay * carry.momentum
             momentum = put(momentum, cut(momentum) + coef.end_momentum[:, None] * left, n * b)
         rho = put(coef.end.decay * carry.decay, coef.end_entries, first)
-        weights, weights_momentum = write_weights(weights, weights_momentum, factors, coef, dtype)
+        weights, weights_momentum = write_weights(weights, weights_momentum, factors, coef)
         return Carry(a, momentum, rho, weights, weights_momentum), y
 
     local = carry._replace(

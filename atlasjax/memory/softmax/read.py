@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from atlasjax.memory.blocks import applied
+from atlasjax.memory.blocks import applied, product_dtype
 from atlasjax.memory.gates import Weights
 from atlasjax.memory.softmax import sums
 from atlasjax.memory.softmax.reference import read_one
@@ -25,7 +25,7 @@ def read_state(rule: SoftmaxSpec, params: SoftmaxParams, state: SoftmaxState, q:
     held = stored_places(rule, entries, state.num_tokens)
 
     def one(cache, weights, weights_momentum, tail, q, held, count, position):
-        part = sums.partial_sums(rule, q, cache, seen(rule, entries, held, position - 1)[None], q_dtype)
+        part = sums.partial_sums(rule, q, cache, seen(rule, entries, held, position - 1)[None], products)
         if not rule.pending:
             empty = lambda x: x[:0]
             width = cache.coefficients.shape[1]
@@ -35,7 +35,7 @@ def read_state(rule: SoftmaxSpec, params: SoftmaxParams, state: SoftmaxState, q:
                 empty(tail.keys), empty(tail.values), jnp.zeros((0, width), wide), nothing > 0, jnp.ones((), wide), s,
                 nothing, None, jnp.zeros((), jnp.int32),
             )  # fmt: skip
-            return read_open(rule, weights, weights_momentum, part, chunk, q, q_dtype)[0]
+            return read_open(rule, weights, weights_momentum, part, chunk, q, products)[0]
         chunk = open_chunk(rule, tail, tail.preactivations, jnp.maximum(position, 1), count, position > 0)
         none = position == 0
         chunk = chunk._replace(
@@ -44,9 +44,9 @@ def read_state(rule: SoftmaxSpec, params: SoftmaxParams, state: SoftmaxState, q:
             s=None if chunk.s is None else jnp.where(none, 0.0, chunk.s),
             coefficients=jax.tree.map(lambda x: jnp.where(none, 0.0, x), chunk.coefficients),
         )
-        return read_open(rule, weights, weights_momentum, part, chunk, q, q_dtype)[0]
+        return read_open(rule, weights, weights_momentum, part, chunk, q, products)[0]
 
-    q_dtype = q.dtype
+    products = product_dtype(q.dtype)
     cache = Cache(state.keys, state.coefficients, state.momentum, state.decay)
     by_head = jax.vmap(one, in_axes=(0, 0, 0, 0, 1, None, None, None), out_axes=1)
     y = jax.vmap(by_head)(

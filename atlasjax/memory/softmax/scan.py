@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from atlasjax.memory import grid, meshes
+from atlasjax.memory.blocks import product_dtype
 from atlasjax.memory.gates import Gates
 from atlasjax.memory.softmax.block import Carry, Sizes, Tokens
 from atlasjax.memory.softmax.coefficients import (
@@ -90,7 +91,7 @@ def xla_scan(
         # They get distinct slots beyond any tape, because the scatter declares its indices unique.
         place = jnp.where(t < lengths[:, None], state.position[:, None] + t, _NOWHERE + t)
     chunk, chunks = plan(rule, places, q.dtype)
-    sizes = Sizes(chunk, chunks, -(-places // (chunk * chunks)), q.dtype)
+    sizes = Sizes(chunk, chunks, -(-places // (chunk * chunks)), product_dtype(q.dtype))
     runs = (
         None if segment_ids is None else jnp.cumsum(starts, axis=1, dtype=jnp.int32)
     )  # an id may occur again later; 0 is the state's segment
@@ -128,7 +129,7 @@ def xla_scan(
     tail = cut_tail(rule, state, tape, end, count, position)
     if not rule.has_constant_gradient:
         real = tail_places(rule, count, position)
-        tail = tail._replace(preactivations=cache_reads(rule, kept, count, tail.keys, q.dtype, real))
+        tail = tail._replace(preactivations=cache_reads(rule, kept, count, tail.keys, sizes.dtype, real))
     new = SoftmaxState(
         keys=kept.keys,
         coefficients=kept.coefficients,

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from atlasjax.memory import meshes
-from atlasjax.memory.blocks import Factors
+from atlasjax.memory.blocks import Factors, dot, product_dtype
 from atlasjax.memory.gates import Gates, Weights
 from atlasjax.memory.grid import choose, widened
 from atlasjax.memory.layerwise import change_some, put_layer, put_slots, take_layer
@@ -62,7 +62,7 @@ def read_open(
         own = jax.lax.dynamic_index_in_dim(coef.gradients, chunk.last, keepdims=False)
     raw = sums.scores(rule, q, chunk.k, dtype)
     kappa, value, mass = sums.join(rule, part, chunk.A, chunk.s, raw, chunk.entries[None], chunk.sees[None])
-    h = sums.divide(value + sums.weighted(kappa * own[None], left, dtype), mass)
+    h = sums.divide(value + dot(kappa * own[None], left, dtype), mass)
     rows = lambda x: None if x is None else jnp.broadcast_to(x, q.shape[:1])
     C = jnp.broadcast_to(own, (q.shape[0], own.shape[0]))
     y = read_out(rule, h, q, weights, momentum, factors, rows(chunk.A), rows(chunk.s), C, dtype)  # type: ignore[arg-type]
@@ -181,11 +181,12 @@ def _write(
         )
         commit = position + 1 == b
         chunk = open_chunk(rule, tail, h, position + 1, count, commit)
-        y, left, factors, coef = read_open(rule, weights, weights_momentum, row(0), chunk, q[None], state_dtype)
+        y, left, factors, coef = read_open(rule, weights, weights_momentum, row(0), chunk, q[None], products)
         assert coef is not None
         return y[0], Written(tail, left, factors, coef)
 
-    state_dtype, part = q.dtype, cache_sums(x, sees, q.dtype)
+    products = product_dtype(q.dtype)
+    part = cache_sums(x, sees, products)
     by_head = jax.vmap(one, in_axes=(0, 0, 0, 0, 0, None, None))
     y, written = jax.vmap(by_head)(
         part, state.weights, state.weights_momentum, state.tail, token, state.num_tokens, state.position
@@ -200,13 +201,12 @@ def _committed(
 ) -> SoftmaxState:
     """The state after the last token of a chunk. state: that before the token, or after it; dtype: of the tokens."""
     batch, heads = state.keys.shape[:2]
+    products = product_dtype(dtype)
     c, b, wide = rule.window, rule.pending + 1, wide_dtype(dtype, state.keys.dtype)
     tail, left, factors, coef = written
 
     def one(cache, weights, weights_momentum, keys, left, factors, coef, count):
-        return _commit(rule, cache, keys, left, coef, count), write_weights(
-            weights, weights_momentum, factors, coef, dtype
-        )
+        return _commit(rule, cache, keys, left, coef, count), write_weights(weights, weights_momentum, factors, coef)
 
     by_head = jax.vmap(one, in_axes=(0, 0, 0, 0, 0, 0, 0, None))
     new_cache, (weights, weights_momentum) = jax.vmap(by_head)(
@@ -221,7 +221,7 @@ def _committed(
     if fresh.preactivations is not None and c - 1 + rule.pending:
         real = jnp.arange(c - 1 + rule.pending)[None]
         real = (real < c - 1) & (real >= c - 1 - count[:, None])
-        new_tail = new_tail._replace(preactivations=cache_reads(rule, new_cache, count, new_tail.keys, dtype, real))
+        new_tail = new_tail._replace(preactivations=cache_reads(rule, new_cache, count, new_tail.keys, products, real))
     return SoftmaxState(
         new_cache.keys,
         new_cache.coefficients,

@@ -43,12 +43,6 @@ def _limit(dtype: jnp.dtype) -> float:
     return 0.7 * math.log(float(jnp.finfo(dtype).max))
 
 
-def weighted(kappa: jax.Array, x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Σ_i κ_i x_i, [r, width]. In float32 instead of float16, whose maximum κ = e^{score − shift} exceeds where ρ is small."""
-    small = float(jnp.finfo(dtype).max) < math.exp(_limit(kappa.dtype))
-    return dot(kappa, x, kappa.dtype if small else dtype)
-
-
 def _largest(scores: jax.Array, weight: jax.Array, visible: jax.Array) -> jax.Array:
     """Maximum of score + log weight over visible entries with a positive weight; −inf if there are none."""
     scores, weight = jax.lax.stop_gradient((scores, weight))
@@ -81,11 +75,11 @@ def partial_sums(rule: SoftmaxSpec, x: jax.Array, cache: Cache, visible: jax.Arr
     kappa = _kappa(raw, shift, visible)
     if rule.normalized:
         mass = product(kappa, cache.decay[:, None], "nn", kappa.dtype, jax.lax.Precision.HIGHEST)[:, 0]
-    momentum = None if cache.momentum is None else weighted(kappa, cache.momentum, dtype)
+    momentum = None if cache.momentum is None else dot(kappa, cache.momentum, dtype)
     return Partial(
         jnp.zeros((r,), raw.dtype) if shift is None else shift,
         mass,
-        weighted(kappa, cache.coefficients, dtype),
+        dot(kappa, cache.coefficients, dtype),
         momentum,
     )
 
