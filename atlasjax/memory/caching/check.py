@@ -36,7 +36,7 @@ def check_call(
         raise ValueError(
             f"{where}: gates.blend is missing; this rule has blended=True and needs it with shape {list(q.shape[:-1])}."
             if rule.blended
-            else f"{where}: gates.blend is given, but only a CachedSpec with blended=True uses it."
+            else f"{where}: gates.blend is given, but only a CachedRule with blended=True uses it."
         )
     if rule.blended:
         name = "gates.blend"
