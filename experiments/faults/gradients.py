@@ -61,7 +61,9 @@ def _compiled(name: str, parts: int) -> Callable[..., Any]:
 
 def _loss(rule: Any, parts: int, params: Any, q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates) -> jax.Array:
     """The mean square of the outputs, with the tokens read in equal parts."""
-    state, total, size = None, jnp.float32(0), q.shape[1] // parts
+    # A state of softmax memories grows with the text: of several parts, the first one starts with room for all.
+    state = None if parts == 1 else memory.init_state(rule, params, batch_size=1, max_length=q.shape[1])
+    total, size = jnp.float32(0), q.shape[1] // parts
     for part in range(parts):
         cut = lambda x, part=part: x[:, part * size : (part + 1) * size]
         y, state = memory.scan(rule, params, state, cut(q), cut(k), cut(v), jax.tree.map(cut, gates))
