@@ -8,7 +8,9 @@ Templates are written for `transformers` (`utils/chat_template_utils.py`, 5.24),
 
 import contextlib
 import datetime
+import importlib.metadata
 import json
+import re
 import resource
 import signal
 import struct
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     import jinja2
 
 _MEMORY = 2**29  # bytes of addresses
+_LEAST = [3, 1, 6]  # version of Jinja
 _LONGEST = 500  # characters of what is said about an error
 SIZE = struct.Struct("<Q")
 
@@ -115,10 +118,18 @@ def _tojson(
 
 
 def _environment() -> "jinja2.Environment":
-    """The sandbox, with the extensions, filters and functions that templates are written for."""
+    """The sandbox, with the extensions, filters and functions that templates are written for.
+
+    Raises:
+      ImportError: there is no Jinja, or one from whose sandbox there are known ways out.
+    """
     import jinja2
     from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    found = importlib.metadata.version("jinja2")
+    if [int(part) for part in re.findall(r"\d+", found)[:3]] < _LEAST:
+        raise ImportError(f"jinja2 is {found}; it should be {'.'.join(map(str, _LEAST))} or later")
 
     class Generation(Extension):
         """{% generation %} … {% endgeneration %} around what a model answers, which is marked for training and is text here.
