@@ -64,6 +64,7 @@ PLACES = {
     "a folder of more": {
         "chat_template.jinja": WORDS, "additional_chat_templates/tool_use.jinja": "{{ tools[0].function.name }}"
     },
+    "a default in the folder": {"chat_template.jinja": "no", "additional_chat_templates/default.jinja": WORDS},
     "special tokens": {
         "chat_template.jinja": WORDS,
         "tokenizer_config.json": {
@@ -93,6 +94,7 @@ FOUND = {
     "named in the config": ("|||||a", "1"),
     "a file before the config": ("|||||a", "|||||a"),
     "a folder of more": ("|||||a", "age"),
+    "a default in the folder": ("|||||a", "|||||a"),
     "special tokens": ("<s>|</s>|<i>|||a", "<s>|</s>|<i>|||a"),
     "more special tokens": ("|</s>|<i>|||a", "|</s>|<i>|||a"),
     "an older map": ("|</s>|||<sep>|a", "|</s>|||<sep>|a"),
@@ -133,6 +135,7 @@ def test_files_that_are_no_templates(tmp_path):
         (5, r"tokenizer_config.json': chat_template is 5; it should be a text"),
         ([{"name": "default"}], "chat_template is .*; it should be a text, or a list of names and templates"),
         ([{"name": "rag", "template": ""}], "the chat templates are 'rag'; one of them should be 'default'"),
+        ({"rag": "", "tool_use": ""}, "the chat templates are 'rag', 'tool_use'; one of them should be 'default'"),
         ("{% if %}", "the chat template is not one"),
     ]:
         write(folder, {"tokenizer_config.json": {"chat_template": content}})
