@@ -1,5 +1,6 @@
 """Results of finished requests in a file, so that a command which is stopped goes on after them."""
 
+import contextlib
 import hashlib
 import json
 from typing import Any
@@ -57,10 +58,11 @@ class KeptResults:
     def remove(self) -> None:
         """Ends, and removes the results."""
         self.close()
-        if isinstance(self.file, storage.StorePath):
-            self.file.rmtree()  # a folder of parts
-        else:
-            self.file.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # nothing was kept
+            if isinstance(self.file, storage.StorePath):
+                self.file.rmtree()  # a folder of parts
+            else:
+                self.file.unlink()
 
 
 def _key(kind: str, arguments: tuple[Any, ...]) -> str:
