@@ -193,3 +193,30 @@ def test_what_is_ignored_is_said_once():
     assert protocol.Responses("tiny", False, ["user"]).piece("a")["ignored"] == ["user"]
     whole = protocol.Responses("tiny", True).whole("a", "stop", protocol.usage(1, 2))
     assert "ignored" not in whole
+
+
+ODD = (
+    "1e400", "NaN", "1" + "0" * 400, "-1", "0.5", "true", '""', '"\\ud800"', "[]", "{}", '["a", 3, null]', '{"\\ud800": [1]}',
+    "[[[]]]",
+    '[{"role": ["user"], "content": "a"}]', '[{"role": "user", "content": "a", "\\ud800": 5}]', '"none"',
+    '[{"role": "user", "content": [{"type": ["text"], "text": "a"}]}]', '[{"role": "user", "content": "a", "name": "\\ud800"}]',
+    "[" * 90 + "]" * 90, "[" * 5000 + "]" * 5000,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_odd_values_of_every_field_are_accepted_or_one_line(chat):
+    accepted, errors = 0, []
+    for name in (*SERVED[chat], *WITHOUT_EFFECT, *NEUTRAL, "unknown", "", "\\ud800"):
+        for value in ODD:
+            good = json.dumps({key: one for key, one in GOOD[chat].items() if key != name} | {"max_tokens": 1})
+            try:
+                protocol.parse(f'{good[:-1]}, "{name}": {value}}}'.encode(), chat=chat, model="tiny", most_tokens=100)
+                accepted += 1
+            except RequestError as error:
+                errors.append(error)
+    assert accepted > 100
+    assert {error.status for error in errors} == {400, 404}
+    for error in errors:
+        assert error.message.splitlines() == [error.message]
+        json.dumps(error.body, ensure_ascii=False).encode()  # it can be sent
