@@ -140,7 +140,8 @@ def command(place, monkeypatch, tmp_path):
     monkeypatch.setattr("atlasjax.cli.evaluate.load_run", lambda run_dir, step, **_: loaded)
 
     def run(*arguments: str, names: tuple[str, ...] = tuple(TASKS)):
-        place_of = ("--run-dir", str(tmp_path), "--include-path", str(place), "--log-samples")
+        # Every test has the same size of batches, and so the same programs.
+        place_of = ("--run-dir", str(tmp_path), "--include-path", str(place), "--log-samples", "--batch-size", "3")
         with contextlib.redirect_stdout(io.StringIO()) as out:
             assert cli.main(["evaluate", *place_of, "--tasks", *names, *arguments]) == 0
         (file,) = (tmp_path / "evaluations").glob("results_*.json")
@@ -159,7 +160,7 @@ def byte_counts() -> tuple[int, int]:
 
 
 def test_all_numbers_of_three_tasks(command):
-    results, samples, out = command("--window", str(WINDOW), "--batch-size", "3")
+    results, samples, out = command("--window", str(WINDOW))
     by_task = results["results"]
 
     documents = [in_windows(list(text.encode())) for text in DOCUMENTS]
