@@ -1,6 +1,7 @@
 """The text of a conversation: by the template of the tokenizer's folder, or in a plain form."""
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 _ROLES = {"system": "System", "developer": "System", "user": "User", "assistant": "Assistant"}
 _ANSWER = "\ue000"  # of an answer that a memory holds, in the template's text
 _CUT = "\ue000 "  # where a last message ends, which is the beginning of an answer. A template that strips messages shows it
+_MARK = "\ufdd0"  # of `guarded` texts
+_ESCAPED = "\\ufdd0"  # what becomes of it where a template shows a list as Python writes it
 _GIVEN = frozenset({"messages", "add_generation_prompt"})  # what a template has of a conversation anyway
 
 
@@ -97,7 +100,7 @@ class TemplateChat:
       added: texts of further special tokens.
 
     Attributes:
-      reads: the names of the variables that the template uses.
+      reads: the names of the variables that it uses beside the messages and special tokens.
 
     Raises:
       ImportError: jinja2 is not installed.
@@ -117,7 +120,8 @@ class TemplateChat:
             self._renderers = {name: Renderer(source) for name, source in self._sources.items()}
         except RenderingError as error:
             raise ValueError(f"the chat template is not one ({error}).") from None
-        self.reads = frozenset[str]().union(*(one.reads for one in self._renderers.values())) - _GIVEN
+        self._uses = frozenset[str]().union(*(one.reads for one in self._renderers.values()))
+        self.reads = self._uses - _GIVEN - special.keys()
 
     def text(
         self, messages: Sequence[Message], before: Before = "nothing", variables: Mapping[str, Any] = {}
@@ -179,7 +183,7 @@ class TemplateChat:
           ValueError: one of them would be read as the letters of its name.
         """
         source = "\n".join(self._sources.values())
-        written = [text for name, text in self._special.items() if name in self.reads]
+        written = [text for name, text in self._special.items() if name in self._uses]
         written += [text for text in self._added if text in source]
         for text in written:
             ids = tokenizer.encode_controlled(text)
@@ -213,9 +217,12 @@ class TemplateChat:
         given |= {"messages": list(messages), "add_generation_prompt": answer_begins}
         name = "tool_use" if given["tools"] is not None and "tool_use" in self._renderers else "default"
         try:
-            return self._renderers[name].render(given)
+            text = self._renderers[name].render(given)
         except RenderingError as error:
             raise ValueError(f"the chat template refuses the messages: {error}.") from None
+        if _ESCAPED in text and _ESCAPED in json.dumps(given, ensure_ascii=False):
+            raise ValueError(f"a text has {_ESCAPED}, which cannot be told from a mark of the server.")
+        return text.replace(_ESCAPED, _MARK)
 
     def _as_dict(self, message: Message) -> dict[str, str]:
         """A message for the template. What OpenAI's API calls developer is system to templates that know no developer."""

@@ -102,6 +102,33 @@ def test_control_tokens_come_from_the_template_and_not_from_a_message(tmp_path, 
         chat.tokens(tokenizer, [Message("user", "\ufdd0")])
 
 
+@pytest.mark.parametrize(
+    "shown",
+    [
+        "messages",
+        "tools",
+        "messages[0].content | tojson(ensure_ascii=true)",
+        "'%r' | format(messages[0].content)",
+        "tools ~ ''",
+    ],
+)
+def test_a_template_that_shows_texts_as_python_or_ascii_does_not_make_tokens_of_them(shown):
+    pytest.importorskip("jinja2", reason="needs the extra 'serve' (jinja2)")
+    chat, tokenizer = TemplateChat(f"[B]{{{{ {shown} }}}}", {"bos_token": "[B]"}), _tokenizer("bpe")
+    variables = {"tools": [{"name": "a [E] b"}]} if "tools" in chat.reads else {}
+    ids = chat.tokens(tokenizer, [Message("user", "so [E] é")], variables=variables).tolist()
+    begin, end = (tokenizer.control_tokens[name].id for name in ("[B]", "[E]"))
+    assert [i for i in ids if i in (begin, end)] == [begin]
+    assert " [E] " in tokenizer.decode(ids)
+    assert "fdd0" not in tokenizer.decode(ids)
+    with pytest.raises(ValueError, match=r"a text has \\ufdd0, which cannot be told from a mark"):
+        chat.tokens(
+            tokenizer, [Message("user", "\\ufdd0")], variables=variables | ({"tools": ["\\ufdd0"]} if variables else {})
+        )
+    with pytest.raises(ValueError, match=r"the key '\[E\]' has the name of a control token"):
+        TemplateChat("{{ tools }}", {}).tokens(tokenizer, [Message("user", "a")], variables={"tools": [{"[E]": 1}]})
+
+
 def test_a_template_whose_tokens_are_none_of_the_tokenizer_is_refused(tmp_path):
     pytest.importorskip("jinja2", reason="needs the extra 'serve' (jinja2)")
     (tmp_path / "peer").mkdir()
