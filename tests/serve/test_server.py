@@ -409,7 +409,7 @@ def test_a_template_that_loops_or_errs_keeps_nobody_from_an_answer(tmp_path, mon
     endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     template = (
         "{% if 'loop' in messages[0].content %}" + endless + "{% elif 'zero' in messages[0].content %}"
-        "{{ 1 // (messages|length - 1) }}{% endif %}{{ messages[0].content }}"
+        "{{ 1 // (messages|length - 1) }}{% endif %}{{ messages[0].content }}{{ ending }}"
     )
     chat = TemplateChat(template, {})
     monkeypatch.setattr(rendering, "SECONDS", 2.0)
@@ -427,7 +427,12 @@ def test_a_template_that_loops_or_errs_keeps_nobody_from_an_answer(tmp_path, mon
         monkeypatch.setattr(rendering, "SECONDS", 60.0)
         status, body = post("zero")
         assert (status, "ZeroDivisionError: " in body["error"]["message"]) == (400, True)
-        assert post("hello")[0] == 200
+        status, body = post("hello")
+        assert (status, body["usage"]["prompt_tokens"]) == (200, 5)
+        said = client_of(address).chat.completions.create(
+            **ask("hello"), extra_body={"chat_template_kwargs": {"ending": "!?"}}
+        )
+        assert said.usage.prompt_tokens == 7
     assert "Traceback" not in caplog.text
 
 
