@@ -100,8 +100,8 @@ STEPS = int(os.environ.get("NOTEBOOK_STEPS", 400))  # the tests of the repositor
 # %% [markdown]
 # ## A series whose law changes
 #
-# The Hénon map, x_t = 1 − a x²_{t−1} + 0.3 x_{t−2}, is chaotic for a = 1.4. At step 150, a becomes 1.1. The key of a step has what is
-# known before it, the two last values; its value is the next one. We take 32 series, as a batch.
+# The Hénon map, x_t = 1 − a x²_{t−1} + 0.3 x_{t−2}, is chaotic for a = 1.4. At step 150, a becomes 1.1. The key of a step has what
+# is known before it, the two last values; its value is the next one. We take 32 series, as a batch.
 
 # %%
 TOKENS, CHANGE, SERIES = 300, 150, 32
@@ -122,9 +122,9 @@ plt.show()
 # %% [markdown]
 # ## Forecast before write
 #
-# `memory.scan` writes a token before it reads: its output for token t comes from a memory that knows the pair of token t. A forecast
-# must not. So we ask one token later: the query of token t is the key of token t + 1. What a fresh memory says about the first token
-# comes from `memory.read`.
+# `memory.scan` writes a token before it reads: its output for token t comes from a memory that knows the pair of token t. A
+# forecast must not. So we ask one token later: the query of token t is the key of token t + 1. What a fresh memory says about the
+# first token comes from `memory.read`.
 
 
 # %%
@@ -159,9 +159,9 @@ def forecasts_one_by_one(rule, gates):
 # %% [markdown]
 # ## Four memories
 #
-# A matrix can hold linear laws only. With polynomial features of degree 2, it can hold this one. The Omega rule corrects the errors of
-# the last eight tokens together. The last memory is an MLP. MLP memories add their input to their output, so keys and values must
-# have one size; `PlainMLP` has no such residual, so values may be single numbers. The step sizes are the best of six on other
+# A matrix can hold linear laws only. With polynomial features of degree 2, it can hold this one. The Omega rule corrects the errors
+# of the last eight tokens together. The last memory is an MLP. MLP memories add their input to their output, so keys and values
+# must have one size; `PlainMLP` has no such residual, so values may be single numbers. The step sizes are the best of six on other
 # series (`python docs/figures/forecasts.py`).
 
 # %%
@@ -264,14 +264,14 @@ print("squared error:", " → ".join(f"{x:.2f}" for x in losses[:: max(1, STEPS 
 # %%
 inputs, targets = functions(jax.random.key(1), 512)
 said = nnx.jit(lambda model, inputs: model(inputs))(model, inputs)
-squares = np.square(np.asarray(said - targets)).mean(axis=0)
+of_model = np.square(np.asarray(said - targets)).mean(axis=0)
 question, x, y = np.split(np.asarray(inputs), [DIM, 2 * DIM], axis=-1)
 exact = [
     np.square((np.linalg.pinv(x[:, :n]) @ y[:, :n])[..., 0][:, None] @ question[:, n - 1, :, None] - targets[:, n - 1, None, None])
     for n in range(1, EXAMPLES + 1)
 ]  # fmt: skip
 figure, axis = plt.subplots(figsize=(8, 3.6), layout="constrained")
-axis.plot(range(1, EXAMPLES + 1), squares, "o-", color="#08519c", label="the model")
+axis.plot(range(1, EXAMPLES + 1), of_model, "o-", color="#08519c", label="the model")
 axis.plot(range(1, EXAMPLES + 1), [error.mean() for error in exact], color="#d6701c", label="least squares")
 axis.axhline(float(jnp.mean(targets**2)), color="0.7", zorder=0, label="always zero")
 axis.set(xlabel="examples read", ylabel="squared error", ylim=(0, None))
@@ -305,4 +305,4 @@ print("largest difference:", float(jnp.abs(jnp.concatenate(pieces, axis=1) - who
 # %%
 assert errors["Omega rule, polynomial features"][-50:].mean() < 0.1 * errors["delta rule"][-50:].mean()
 if STEPS >= 400:
-    assert squares[-8:].mean() < 0.3 * squares[0]
+    assert of_model[-8:].mean() < 0.3 * of_model[0]
