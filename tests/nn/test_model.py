@@ -242,8 +242,9 @@ def test_values_wider_than_keys():
     np.testing.assert_allclose(stream(graphdef, params, [0, 13, 14]), parallel(params, tokens()), atol=2e-5, rtol=1e-4)
     _, gradients = loss_of(graphdef)(params, tokens())
     assert all(np.abs(g).max() > 0 for g in jax.tree.leaves(gradients["layers"]["mixer"]))
-    with pytest.raises(ValueError, match=r"value_expansion=2 .* 'titans'"):
+    with pytest.raises(ValueError, match=r"value_expansion=2 .* 'titans' .* memory\.structure=\"plain_mlp\""):
         abstract_model(make_config("titans", value_expansion=2))
+    abstract_model(make_config("titans", value_expansion=2, memory=MemoryConfig("titans", structure="plain_mlp")))
 
 
 def test_untied_head_learns_and_is_used():
