@@ -204,8 +204,8 @@ plt.show()
 #   eight it is second only to a matrix with features. Models that are trained end to end, as in the paper, learn keys and gates
 #   that suit this.
 #
-# Random pairs have nothing in common: what a memory learns from one says nothing about another. Where values follow a law, the Omega
-# rule and deep memories win ([Memories on numbers](07_memories_on_numbers.ipynb)).
+# Random pairs have nothing in common: what a memory learns from one says nothing about another. Where values follow a law, the
+# Omega rule and deep memories win ([Memories on numbers](07_memories_on_numbers.ipynb)).
 
 # %% [markdown]
 # ## Memory Caching

@@ -84,7 +84,9 @@ def main():
     figure, axis = plt.subplots(figsize=(8, 3.8), layout="constrained")
     for name, (errors, best) in made.items():
         parts = [errors[start : start + 50].mean() for start in (CHANGE - 50, CHANGE, TOKENS - 50)]
-        print(f"{name:38s} best {best:<7g} error before, after the change and at the end:", *(f"{x:.3f}" for x in parts))
+        print(
+            f"{name:38s} best {best:<7g} error before, after the change and at the end:", *(f"{x:.3f}" for x in parts)
+        )
         axis.semilogy(np.arange(TOKENS), errors, color=COLORS[name], label=name, linewidth=1.5)
     axis.axvline(CHANGE, color="0.8", zorder=0)
     axis.annotate("the law changes", (CHANGE, 1.6), xytext=(4, 0), textcoords="offset points", color="0.4", fontsize=9)
