@@ -39,9 +39,8 @@ class NoUnderscores(Extension):
 
 
 def on_config(config: Any) -> Any:
-    """Adds the extension above, for pages and docstrings, and the address of the repository."""
+    """Adds the extension above, for pages and docstrings."""
     config["markdown_extensions"].append(NoUnderscores())
-    config["repo_url"] = repository.address() or None
     return config
 
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import sysconfig
 import textwrap
+import tomllib
 
 import pytest
 
@@ -195,13 +196,26 @@ def test_one_file_has_the_address(monkeypatch, address):
     for name in ("pyproject.toml", "CITATION.cff"):
         assert (address in texts[name]) if address else ("github" not in texts[name])
     assert all(cell in text.replace('\\"', '"') for name, text in texts.items() if name[:2].isdigit())
-    assert all(repository.urls(texts["pyproject.toml"]) == texts["pyproject.toml"] for _ in range(2))
+    urls = {"Repository": address, "Issues": f"{address}/issues"} if address else {}
+    assert tomllib.loads(texts["pyproject.toml"])["project"]["urls"] == urls
+    assert repository.urls(texts["pyproject.toml"]) == texts["pyproject.toml"]
     assert repository.cited(texts["CITATION.cff"]) == texts["CITATION.cff"]
     told = {name: getattr(repository, f"repository_{name}")() for name in ("badges", "clone", "colab")}
     assert ("git clone https://" in told["clone"]) == bool(address)
     assert ("colab.research.google.com" in told["colab"]) == ("github" in address)
     assert all(address in text or name == "colab" for name, text in told.items())
     assert ("no public address" in told["clone"]) == (not address)
+
+
+@pytest.mark.parametrize(
+    "wrong", ["github.com/a/b", "http://github.com/a/b", "https://github.com/a/b/", "https://github.com/a/b.git"]
+)
+def test_a_wrong_address_is_refused(tmp_path, monkeypatch, wrong):
+    (tmp_path / "docs").mkdir()
+    (tmp_path / repository.FILE).write_text(f'address = "{wrong}"')
+    monkeypatch.setattr(repository, "ROOT", tmp_path)
+    with pytest.raises(ValueError, match=r"address must be like https://host/owner/name, without \.git, or empty; got"):
+        repository.address()
 
 
 @pytest.mark.slow
