@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import TypeVar, cast
 
 from atlasjax import check, trusted
+from atlasjax.cli.arguments import ordered, other_name
 from atlasjax.train.errors import ConfigError, user_errors
 
 T = TypeVar("T")
@@ -37,7 +38,7 @@ def parse(cls: type[T], command: str, description: str, arguments: Sequence[str]
                 cls,
                 prog=f"atlasjax {command}",
                 description=description,
-                args=list(arguments),
+                args=ordered(cls, arguments),
                 default=default,
             )
     except ValueError as error:
@@ -45,7 +46,7 @@ def parse(cls: type[T], command: str, description: str, arguments: Sequence[str]
     except SystemExit as exit_:
         if not exit_.code:
             raise
-        raise ConfigError(_one_line(printed.getvalue(), command)) from None
+        raise ConfigError(_one_line(printed.getvalue(), command, cls)) from None
     for option, value in numbers_of(parsed):
         if isinstance(value, int) and abs(value) > check.MOST:
             raise ConfigError(
@@ -69,7 +70,7 @@ def numbers_of(command: object, prefix: str = "") -> Iterator[tuple[str, int | f
             yield f"{prefix}{name}", value
 
 
-def _one_line(text: str, command: str) -> str:
+def _one_line(text: str, command: str, cls: type) -> str:
     """The text of tyro's error message, without the box around it, and its suggestions."""
     rule = re.compile(r"[ │╭╮╰╯─|+-]*[─-]{5}[ │╭╮╰╯─|+-]*")
     sections: list[list[str]] = [[]]
@@ -86,13 +87,16 @@ def _one_line(text: str, command: str) -> str:
     said = said.partition(" Arguments are applied to")[0].replace(f" (applied to atlasjax {command})", "")
     if text.lstrip(" ╭─+-").startswith("Value error"):
         return said
-    hints = [
-        f" Did you mean {section[1].split()[0]}?"
-        for section in sections
-        if section and section[0] == "Perhaps you meant:"
-    ]
-    for group in re.findall(r"in atlasjax (\S+:\S+) --help", " ".join(re.sub("[│|]", " ", text).split())):
-        hints.append(f" It comes after {group}.")
+    hints = []
+    for option in re.findall(r"--[\w.-]+", said) if said.startswith("Unrecognized") else ():
+        if (meant := other_name(cls, option)) is not None and meant != option:
+            hints.append(f" Did you mean {meant}?")
+    if not hints:
+        hints = [
+            f" Did you mean {section[1].split()[0]}?"
+            for section in sections
+            if section and section[0] == "Perhaps you meant:"
+        ]
     end = "" if said.endswith((".", ")")) else "."
     return f"{said}{end}{''.join(hints[:2])} `atlasjax {command} --help` lists the options."
 
@@ -159,6 +163,7 @@ _PARTS = (
     "schedule",
     "implementation",
     "add-memory",
+    "trackers",
 )  # options that name one of your own
 
 

@@ -14,6 +14,7 @@ from atlasjax.distributed.processes import ProcessConfig
 from atlasjax.names import name_of, options_text, resolve, signature_of
 from atlasjax.nn.config import ModelConfig
 from atlasjax.train.loss import LossConfig
+from atlasjax.train.trackers import TRACKERS
 
 SCHEDULES = ("cosine", "linear", "wsd", "constant")
 HELD_OUT = "held-out"  # the name of the evaluation on the held-out text of the data
@@ -142,6 +143,8 @@ class TrainConfig:
       keep: number of checkpoints to keep, at least 2, so that one remains if the newest is damaged. The oldest are deleted.
       log_every: number of steps between two lines of progress and metrics.
       tensorboard: whether to write TensorBoard event files too.
+      trackers: where metrics go besides: "wandb", or "package.module:function" for your own (`atlasjax.train.trackers`). The
+        function or class itself is also accepted, and stored as that name.
       profile: "first:last", the steps of which a profiler trace is written to `profile` in the run's folder. None writes none.
       memory_norm_limit: a memory is reported when the root mean square of its rows' norms exceeds this.
       compilation_cache: whether compiled programs are kept in `compiled` in the run's folder, so that a second start does not
@@ -166,6 +169,7 @@ class TrainConfig:
     keep: int = 3
     log_every: int = 10
     tensorboard: bool = True
+    trackers: tuple[str, ...] = ()
     profile: str | None = None
     memory_norm_limit: float = 32.0
     compilation_cache: bool | None = None
@@ -186,6 +190,11 @@ class TrainConfig:
             raise ValueError(f"evaluation_sets is {self.evaluation_sets!r}; it should be a tuple of strings.")
         object.__setattr__(self, "evaluation_sets", tuple(self.evaluation_sets))  # JSON has lists
         parse_sets(self.evaluation_sets)
+        if isinstance(self.trackers, str):
+            raise ValueError(f"trackers is {self.trackers!r}; it should be a tuple of names.")
+        object.__setattr__(self, "trackers", tuple(name_of("trackers", tracker) for tracker in self.trackers))
+        for tracker in self.trackers:
+            resolve("tracker", tracker, TRACKERS)
         inside = check.is_number(self.memory_norm_limit) and self.memory_norm_limit > 0
         check.require(inside, "memory_norm_limit", self.memory_norm_limit, "positive")
         if self.profile is not None:
@@ -287,7 +296,7 @@ def differences(
 # meaning of its state, and may have to be lowered after its memories have grown. Truncation changes gradients only, and the
 # implementation nothing.
 _FREE = ("steps", "optimizer.", "loss.", "mesh.", "processes.", "run_dir", "eval_every", "eval_batches", "evaluation_sets",
-         "checkpoint_every", "keep", "log_every", "tensorboard", "accumulation", "init_from", "data.num_threads",
+         "checkpoint_every", "keep", "log_every", "tensorboard", "trackers", "accumulation", "init_from", "data.num_threads",
          "model.remat", "model.dtype", "profile", "memory_norm_limit", "compilation_cache",
          "model.memory.bounded", "model.memory.max_step", "model.memory.truncation", "model.memory.implementation",
          "model.branch.memory.implementation", "model.branch.memory.bounded",

@@ -45,6 +45,7 @@ from atlasjax.train.state import TrainState
 from atlasjax.train.step import Metrics, jit_eval_step, jit_train_step
 from atlasjax.train.timing import Timing, seconds, slow_input
 from atlasjax.train.trace import Trace
+from atlasjax.train.trackers import Trackers
 from atlasjax.train.trainable import counted
 from atlasjax.train.utilization import utilization_per_rate
 from atlasjax.train.watch import MemoryWatch
@@ -145,7 +146,9 @@ def train(
         signals.remember()
         with (
             run.trace,
-            MetricsWriter(run_dir, resumed_from, tensorboard=config.tensorboard and main, active=main) as writer,
+            MetricsWriter(
+                run_dir, resumed_from, trackers=Trackers(config, resumed_from) if main else None, active=main
+            ) as writer,
             Progress(resumed_from, config.steps, active=main) as progress,
             Stalls(
                 key_value_store(),

@@ -1,15 +1,13 @@
-"""Writes the numbers of a run to metrics.jsonl and TensorBoard."""
+"""Writes the numbers of a run to metrics.jsonl, and gives them to trackers."""
 
-import contextlib
 import json
 import math
-import pathlib
 import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from atlasjax import json_text, storage
-from atlasjax.storage.logs import naming
+from atlasjax.train.trackers import Trackers
 
 _RESUMED = "resumed"
 
@@ -53,7 +51,7 @@ def _record(line: bytes) -> dict[str, Any] | None:
 
 
 class MetricsWriter:
-    """Appends records to metrics.jsonl, and to TensorBoard event files. A context manager.
+    """Appends records to metrics.jsonl, and gives them to trackers. A context manager.
 
     A record is one JSON object: {"step": n, "kind": "train" | "timing" | "evaluation" | …, name: number, …}. The kind of the
     held-out text is "evaluation", that of a named text "evaluation/<name>", and those of the moving average begin with
@@ -63,21 +61,21 @@ class MetricsWriter:
     Args:
       run_dir: the run's folder.
       after_step: the step of the checkpoint that the run resumes from, 0 for a new run.
-      tensorboard: whether to write event files too.
+      trackers: what takes the records too. Closed with the file.
       active: whether to write at all. Only one of several processes does.
     """
 
-    def __init__(self, run_dir: storage.AnyPath, after_step: int = 0, *, tensorboard: bool = True, active: bool = True):
+    def __init__(
+        self, run_dir: storage.AnyPath, after_step: int = 0, *, trackers: Trackers | None = None, active: bool = True
+    ):
         self.path = run_dir / "metrics.jsonl"
         self._log: storage.Log | None = None
-        self._events: _Events | None = None
+        self._trackers = trackers
         if not active:
             return
         self._log = storage.open_log(self.path)
         if not self._log.empty:
             self._log.append(json.dumps({"step": after_step, "kind": _RESUMED}).encode())
-        if tensorboard:
-            self._events = _Events(run_dir / "tensorboard", after_step)
 
     def __enter__(self) -> "MetricsWriter":
         return self
@@ -87,8 +85,8 @@ class MetricsWriter:
             if self._log is not None:
                 self._log.close()
         finally:
-            if self._events is not None:
-                self._events.close()
+            if self._trackers is not None:
+                self._trackers.close()
 
     def write(self, step: int, kind: str, values: Mapping[str, float]) -> None:
         """Records `values` for a number of optimizer steps done. On a disk the line is in the file when this returns."""
@@ -96,43 +94,12 @@ class MetricsWriter:
             return
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}  # JSON has no NaN
         self._log.append(json.dumps({"step": step, "kind": kind, **finite}).encode())
-        if self._events is not None:
-            for name, value in values.items():
-                self._events.writer.add_scalar(f"{kind}/{name}", value, step)
+        if self._trackers is not None:
+            self._trackers.log(step, kind, values)
 
     def commit(self) -> None:
         """Makes what was recorded visible to others. Before a checkpoint, so that none of its steps is missing after it."""
         if self._log is not None:
             self._log.commit()
-        if self._events is not None:
-            self._events.commit()
-
-
-class _Events:
-    """TensorBoard event files. Those of a bucket are written to a temporary folder, and copied whole.
-
-    Attributes:
-      writer: the SummaryWriter.
-    """
-
-    def __init__(self, folder: storage.AnyPath, after_step: int):
-        from tensorboardX import SummaryWriter
-
-        self._bucket = folder if isinstance(folder, storage.StorePath) else None
-        self._temporary = contextlib.ExitStack()
-        local = folder if self._bucket is None else self._temporary.enter_context(storage.temporary_folder("events"))
-        self._folder = str(local)
-        self.writer = SummaryWriter(self._folder, purge_step=after_step + 1)
-
-    def commit(self) -> None:
-        with naming(pathlib.Path(self._folder)):
-            self.writer.flush()
-        if self._bucket is not None:
-            for file in pathlib.Path(self._folder).iterdir():
-                storage.write_whole(self._bucket / file.name, file.read_bytes())
-
-    def close(self) -> None:
-        with self._temporary:
-            with naming(pathlib.Path(self._folder)):
-                self.writer.close()
-            self.commit()
+        if self._trackers is not None:
+            self._trackers.commit()

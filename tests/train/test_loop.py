@@ -33,6 +33,7 @@ from atlasjax.train.setup import run_tokenizer
 from atlasjax.train.signals import StopSignals
 from tests.marks import some_slow
 from tests.train.test_checkpoint import largest_file, truncate
+from tests.train.test_trackers import Noted
 from tests.train.tiny import MODEL, config, train_losses
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
@@ -42,7 +43,7 @@ NO_EVALUATION = {"validation_fraction": 0.0}  # where none is looked at: one pro
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
     """A finished run of four steps: (config, result)."""
-    run = config(tmp_path_factory.mktemp("done"), eval_every=2, tensorboard=True, profile="2:3")
+    run = config(tmp_path_factory.mktemp("done"), eval_every=2, tensorboard=True, profile="2:3", trackers=(Noted,))
     return run, train(run)
 
 
@@ -56,6 +57,9 @@ def test_what_a_run_leaves(done):
     assert (folder / "tokenizer" / "tokenizer.json").is_file()
     assert (folder / "loss_curve.png").read_bytes().startswith(b"\x89PNG")
     assert list((folder / "tensorboard").glob("events*"))
+    tracked = Noted.made[0].calls
+    assert [call[:2] for call in tracked if call[1:2] == ("train",)] == [(step, "train") for step in (1, 2, 3, 4)]
+    assert (tracked.count("commit"), tracked[-1]) == (2, "close")
     records = metrics.read(folder / "metrics.jsonl")
     assert [record["step"] for record in records if record["kind"] == "train"] == [1, 2, 3, 4]
     assert [record["step"] for record in records if record["kind"] == "evaluation"] == [2, 4]

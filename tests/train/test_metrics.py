@@ -8,7 +8,7 @@ from atlasjax.train import metrics
 
 
 def write(folder, steps, after_step=0):
-    with metrics.MetricsWriter(folder, after_step, tensorboard=False) as writer:
+    with metrics.MetricsWriter(folder, after_step) as writer:
         for step in steps:
             writer.write(step, "train", {"loss": step + after_step / 100})
 
