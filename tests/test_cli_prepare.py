@@ -1,6 +1,7 @@
 """The command `atlasjax prepare`, and training on what it wrote."""
 
 import json
+import sys
 
 import pytest
 
@@ -107,12 +108,22 @@ def test_baselines_of_prepared_data_are_those_of_its_text(prepared, monkeypatch)
             ["prepare", "--out", "x", "--data.batch-size", "2"],
             "batch_size is 2; it is set when training on prepared data",
         ),
+        (["prepare", "--out", "x", "--", "--region=a"], "--region=a after -- is an option of Beam; it needs --runner."),
+        (
+            ["prepare", "--runner", "FlinkRunner"],
+            "--runner FlinkRunner needs Apache Beam: pip install 'atlasjax[beam]'.",
+        ),
+        (
+            ["prepare", "--runner", "FlinkRunner", "--workers", "2"],
+            "--workers is for processes of this machine; FlinkRunner",
+        ),
         (["train", *PRESET, "--data.source", "prepared", "--data.paths", "."], "'.' is not prepared data"),
         (["train", *PRESET, "--data.source", "prepared"], "source 'prepared' needs paths"),
     ],
 )
 def test_user_errors_are_one_line(arguments, words, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "apache_beam", None)  # as if it were not installed
     assert cli.main(arguments) == cli.USER_ERROR
     error = capsys.readouterr().err.strip().splitlines()
     assert len(error) == 1

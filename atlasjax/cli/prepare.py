@@ -16,14 +16,11 @@ from atlasjax.train.progress import duration
 
 def run(command: PrepareCommand) -> None:
     """Runs the command. `atlasjax.cli.main` turns its errors into exit codes."""
-    workers = usable_cores() if command.workers is None else command.workers
     shown = _Shown()
     with user_errors():
         try:
             there = (storage.expanded(command.out) / FILE).exists()
-            manifest = prepare(
-                command.data, command.out, workers=workers, shard_tokens=command.shard_tokens, on_report=shown
-            )
+            manifest = _prepared(command, shown)
         except RuntimeError as error:
             raise RunError(str(error)) from error
         finally:
@@ -31,6 +28,17 @@ def run(command: PrepareCommand) -> None:
     if there:
         print(f"{command.out} was already prepared; nothing was done.")
     _summary(command, manifest)
+
+
+def _prepared(command: PrepareCommand, shown: "_Shown") -> Manifest:
+    if command.runner is not None:
+        from atlasjax.data.beam import prepare_on_beam
+
+        return prepare_on_beam(
+            command.data, command.out, command.beam, shard_tokens=command.shard_tokens, on_report=shown
+        )
+    workers = usable_cores() if command.workers is None else command.workers
+    return prepare(command.data, command.out, workers=workers, shard_tokens=command.shard_tokens, on_report=shown)
 
 
 _LINE_EVERY = 10.0  # seconds, where lines are not written over

@@ -112,6 +112,11 @@ def check_all(files: Sequence[CheckedFile]) -> None:
         threading.Thread(target=work, daemon=True, name="check").start()
 
 
+def close_files() -> None:
+    """Close all open files of this process that nobody reads. They are opened again when needed."""
+    _opened.cache_clear()
+
+
 @functools.lru_cache(maxsize=_OPEN_FILES)
 def _opened(path: str, size: int, modified: int) -> "_Opened":
     del size, modified  # cache keys: a replaced file is opened again

@@ -10,11 +10,8 @@ interrupted preparation resumes with the unfinished files. The result depends on
 import contextlib
 import dataclasses
 import hashlib
-import importlib.metadata
-import itertools
 import json
 import pathlib
-import platform
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -22,59 +19,31 @@ from collections.abc import Callable, Iterator
 from atlasjax import cache, check, storage
 from atlasjax.data import manifest as manifest_lib
 from atlasjax.data.config import DataConfig, Split
-from atlasjax.data.inputs import Inputs, Selection, open_inputs
-from atlasjax.data.manifest import SHARD_TOKENS, Manifest, read_manifest, write_manifest
-from atlasjax.data.pieces import encode_pieces
+from atlasjax.data.inputs import Inputs, open_inputs
+from atlasjax.data.manifest import SHARD_TOKENS, Manifest, write_manifest
+from atlasjax.data.preparation_steps import (
+    REQUEST,
+    Gathered,
+    Report,
+    changed,
+    check_same,
+    encode_part,
+    finished,
+    plan_split,
+    ready_tokenizer,
+    request_of,
+    separator_of,
+    versions,
+)
 from atlasjax.data.prepared_copies import upload
 from atlasjax.data.token_files import TokenFile, TokenFiles, TokenWriter
-from atlasjax.data.tokenizers import TRAINING_CHARACTERS, Tokenizer, load_tokenizer, make_tokenizer
-from atlasjax.data.windows import ending, token_dtype, with_sizes
+from atlasjax.data.tokenizers import Tokenizer, load_tokenizer
+from atlasjax.data.windows import token_dtype, with_sizes
 from atlasjax.data.workers import Task, run_tasks
 from atlasjax.storage import locks
 
-_REQUEST = "prepare.json"
 _GATHERED = 2**22  # tokens copied at once from a long document
 _TICK = 2.0  # seconds between reports
-# Fields that only matter when prepared data is read.
-_OF_TRAINING = ("sequence_length", "batch_size", "max_segments", "num_threads")
-
-
-@dataclasses.dataclass(frozen=True)
-class Report:
-    """Progress of a preparation.
-
-    Attributes:
-      stage: "tokenizing" or "shuffling".
-      done, total: how many of its inputs are finished, and how many there are.
-      unit: what these are: "files" of the source, or "documents".
-      fraction: finished fraction of this stage, by size, in [0, 1].
-      tokens: tokens written in this stage so far, including unfinished files.
-      kept: how many of these tokens an earlier run wrote.
-    """
-
-    stage: str
-    done: int
-    total: int
-    unit: str
-    fraction: float
-    tokens: int
-    kept: int
-
-
-@dataclasses.dataclass(frozen=True)
-class _Gathered:
-    """The final files of a split: `num_files` files, filled in order with documents from the token files `files`."""
-
-    files: tuple[TokenFile, ...]
-    selection: Selection
-    num_documents: int
-    num_files: int
-    shuffle_seed: int | None
-
-    def places(self, number: int) -> range:
-        """The places in the split of the documents of a final file."""
-        first, last = (self.num_documents * i // self.num_files for i in (number, number + 1))
-        return range(first, last)
 
 
 def prepare(
@@ -110,7 +79,7 @@ def prepare(
     """
     check.require(check.is_integer(workers, 0), "workers", workers, "an integer of at least 0")
     check.require(check.is_integer(shard_tokens, 1), "shard_tokens", shard_tokens, "an integer of at least 1")
-    request = _request(config) | {"shard_tokens": shard_tokens}
+    request = request_of(config) | {"shard_tokens": shard_tokens}
     target = storage.expanded(directory)
     if isinstance(target, storage.StorePath):
         return _prepare_in_store(config, target, request, workers, shard_tokens, on_report)
@@ -121,25 +90,25 @@ def prepare(
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder), _undone_if_bad(folder, new):
         if (folder / manifest_lib.FILE).exists():
-            found = _finished(config, folder, request)
+            found = finished(config, folder, request)
             _clean(folder)
             return found
         inputs = inputs or open_inputs(config)
-        begun = folder / _REQUEST
+        begun = folder / REQUEST
         wanted = {"request": request, "inputs": inputs.identity}
         if begun.exists():
             saved = storage.read_json(begun)
-            _check_same(folder, saved["request"], request)
+            check_same(folder, saved["request"], request)
             if not inputs.has_identity(saved["inputs"]):
-                raise _changed(folder)
+                raise changed(folder)
         storage.write_whole(begun, json.dumps(wanted).encode())
-        tokenizer = _tokenizer(config, inputs, folder)
+        tokenizer = ready_tokenizer(config, inputs, folder)
         (folder / "parts").mkdir(exist_ok=True)
         report = on_report or (lambda report: None)
         written = _tokenize(config, inputs, folder, tokenizer, workers, report)
         try:
             plans = {
-                split: _plan(config, split, selection, tuple(written[selection.input]), shard_tokens)
+                split: plan_split(config, split, selection, tuple(written[selection.input]), shard_tokens)
                 for split, selection in inputs.splits.items()
             }
         except ValueError:  # only another config can be prepared from this source, and it can have the folder
@@ -149,7 +118,7 @@ def prepare(
         splits = _gather(folder, plans, tokenizer, workers, report)
         result = Manifest(
             tokenizer.fingerprint, tokenizer.vocab_size, token_dtype(tokenizer.vocab_size).name, config.packing,
-            _separator(config), splits, request, _versions(), inputs.digest,
+            separator_of(config), splits, request, versions(), inputs.digest,
         )  # fmt: skip
         write_manifest(folder, result)
         _clean(folder)
@@ -165,12 +134,12 @@ def _prepare_in_store(
     on_report: Callable[[Report], None] | None,
 ) -> Manifest:
     """`prepare` on the disk of this machine, and the upload. Both resume; on another machine, the same command begins anew."""
-    begun = folder / _REQUEST
+    begun = folder / REQUEST
     if (folder / manifest_lib.FILE).exists():
-        return _finished(config, folder, request)
+        return finished(config, folder, request)
     resumes = begun.exists()
     if resumes:
-        _check_same(folder, storage.read_json(begun), request)
+        check_same(folder, storage.read_json(begun), request)
     elif folder.exists():
         raise ValueError(f"The folder {str(folder)!r} contains other files. Use an empty or new folder.")
     storage.write_whole(begun, json.dumps(request).encode())  # also shows that the bucket can be written
@@ -188,53 +157,12 @@ def _prepare_in_store(
     return manifest
 
 
-def _finished(config: DataConfig, folder: storage.AnyPath, request: dict[str, object]) -> Manifest:
-    """The manifest of a finished folder, if it is of this request and of the source as it is now. The source may be gone."""
-    found = read_manifest(folder)
-    _check_same(folder, found.source, request)
-    if found.inputs is not None:
-        with contextlib.suppress(FileNotFoundError):
-            if not open_inputs(config).has_digest(found.inputs):
-                raise _changed(folder)
-    return found
-
-
-def _changed(folder: storage.AnyPath) -> ValueError:
-    return ValueError(
-        f"The source has changed since preparation in {str(folder)!r} began. Delete that folder, or use another one."
-    )
-
-
-def _request(config: DataConfig) -> dict[str, object]:
-    """The fields that determine the output. Raises ValueError if others are set, or the data is already prepared."""
-    if config.source == "prepared":
-        raise ValueError("source 'prepared' is already prepared; prepare takes 'text', 'jsonl', 'parquet', …")
-    fields = dataclasses.asdict(config)
-    for field in dataclasses.fields(DataConfig):
-        if field.name in _OF_TRAINING and fields[field.name] != field.default:
-            raise ValueError(
-                f"{field.name} is {fields[field.name]!r}; it is set when training on prepared data, not when preparing it."
-            )
-    return json.loads(
-        json.dumps({name: value for name, value in fields.items() if name not in (*_OF_TRAINING, "weights")})
-    )
-
-
 def _check_folder(folder: pathlib.Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{str(folder)!r} is a file; prepared data needs a folder.")
-    ours = ("lock", _REQUEST, manifest_lib.FILE)
+    ours = ("lock", REQUEST, manifest_lib.FILE)
     if folder.exists() and any(folder.iterdir()) and not any((folder / name).exists() for name in ours):
         raise ValueError(f"The folder {str(folder)!r} contains other files. Use an empty or new folder.")
-
-
-def _check_same(folder: storage.AnyPath, saved: dict[str, object], wanted: dict[str, object]) -> None:
-    names = [name for name in {**saved, **wanted} if saved.get(name) != wanted.get(name)]
-    if names:
-        differences = "; ".join(f"{name} was {saved.get(name)!r} and is now {wanted.get(name)!r}" for name in names)
-        raise ValueError(
-            f"{str(folder)!r} contains another preparation: {differences}. Use another folder, or delete this one."
-        )
 
 
 @contextlib.contextmanager
@@ -275,35 +203,7 @@ def _clean(folder: pathlib.Path) -> None:
     for split in ("train", "validation"):
         for path in folder.glob(f"{split}-*.json"):
             path.unlink()
-    (folder / _REQUEST).unlink(missing_ok=True)
-
-
-def _separator(config: DataConfig) -> str:
-    return config.separator if config.packing == "contiguous" else ""
-
-
-def _versions() -> dict[str, str]:
-    names = ("atlasjax", "tokenizers", "sentencepiece", "numpy")
-    return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in names}}
-
-
-def _tokenizer(config: DataConfig, inputs: Inputs, folder: pathlib.Path) -> Tokenizer:
-    """Load the tokenizer saved by an earlier run, or make and save one."""
-    if (folder / "tokenizer" / "tokenizer.json").exists():
-        return load_tokenizer(folder / "tokenizer")
-
-    def beginning(pieces: Iterator[str]) -> str:
-        """The start of a document, as much as a tokenizer trains on."""
-        taken: list[str] = []
-        for piece in pieces:
-            taken.append(piece)
-            if sum(map(len, taken)) >= TRAINING_CHARACTERS:
-                break
-        return "".join(taken)
-
-    tokenizer = make_tokenizer(config, map(beginning, inputs.texts("train")))
-    tokenizer.save(folder / "tokenizer")
-    return tokenizer
+    (folder / REQUEST).unlink(missing_ok=True)
 
 
 # Tokenizing
@@ -333,17 +233,12 @@ def _tokenize(
 
 def _encoder(config: DataConfig, folder: pathlib.Path) -> Callable[[tuple[int, int]], TokenFile]:
     tokenizer, inputs = load_tokenizer(folder / "tokenizer"), open_inputs(config)
-    text, control = ending(tokenizer, _separator(config))
 
     def encode(task: tuple[int, int]) -> TokenFile:
         number, part = task
         name, sized = f"{number}-{part:06d}", not tokenizer.is_exact
         with TokenWriter(folder / "parts", name, token_dtype(tokenizer.vocab_size), sized=sized) as writer:
-            for document in inputs.parts[number][part].documents():
-                for tokens in encode_pieces(tokenizer, itertools.chain(document, (text,)), sized=True):
-                    writer.write(tokens)
-                writer.write(with_sizes(tokenizer, control))
-                writer.end_document()
+            encode_part(inputs.parts[number][part], tokenizer, separator_of(config), writer)
         return _finish(folder / "parts", writer)
 
     return encode
@@ -358,32 +253,9 @@ def _finish(folder: pathlib.Path, writer: TokenWriter) -> TokenFile:
 # Shuffling
 
 
-def _plan(
-    config: DataConfig, split: Split, selection: Selection, files: tuple[TokenFile, ...], shard_tokens: int
-) -> _Gathered:
-    documents, tokens = sum(file.documents for file in files), sum(file.tokens for file in files)
-    count = selection.count(documents)
-    if not count or not tokens:
-        others = "all but " if selection.complement else ""
-        why = (
-            f"{others}every {selection.period}th of {documents} documents"
-            if selection.period
-            else f"{documents} documents"
-        )
-        if documents and not tokens:
-            raise ValueError(f"The {split} split is empty: it is {why}, and none of them has any text.")
-        raise ValueError(
-            f"The {split} split is empty: it is {why}, with {tokens} tokens in total. Use more text, another "
-            f"--data.validation-fraction (now {config.validation_fraction}) or separate validation data "
-            "(--data.validation-paths)."
-        )
-    num_files = min(count, -(-(tokens * count // documents) // shard_tokens) or 1)
-    return _Gathered(files, selection, count, num_files, config.seed if config.shuffle and split == "train" else None)
-
-
 def _gather(
     folder: pathlib.Path,
-    plans: dict[Split, _Gathered],
+    plans: dict[Split, Gathered],
     tokenizer: Tokenizer,
     workers: int,
     report: Callable[[Report], None],
@@ -396,9 +268,7 @@ def _gather(
     return {split: tuple(stage.finished[name] for name in each) for split, each in names.items()}
 
 
-def _gatherer(folder: pathlib.Path, plans: dict[Split, _Gathered]) -> Callable[[tuple[Split, int]], TokenFile]:
-    from grain.experimental import index_shuffle
-
+def _gatherer(folder: pathlib.Path, plans: dict[Split, Gathered]) -> Callable[[tuple[Split, int]], TokenFile]:
     tokenizer = load_tokenizer(folder / "tokenizer")
     dtype = token_dtype(tokenizer.vocab_size)
     read = {
@@ -413,9 +283,7 @@ def _gatherer(folder: pathlib.Path, plans: dict[Split, _Gathered]) -> Callable[[
         sized = parts.is_sized and split == "validation"
         with TokenWriter(folder, f"{split}-{number:05d}", dtype, sized=sized) as writer:
             for place in plan.places(number):
-                if plan.shuffle_seed is not None:
-                    place = index_shuffle(place, max_index=plan.num_documents - 1, seed=plan.shuffle_seed, rounds=4)
-                start, stop = parts.document(plan.selection.document(place))
+                start, stop = parts.document(plan.document(place))
                 for at in range(start, stop, _GATHERED):
                     tokens = parts[at : min(at + _GATHERED, stop)]
                     writer.write(tokens if tokens.ndim == 2 else with_sizes(tokenizer, tokens))
