@@ -272,6 +272,8 @@ train --steps x
 train --lr 1
 train --preset titans-340m --model.dim 100
 train --run-dir RUN --steps 0
+train --data.source text --data.paths nowhere
+train --config nowhere.toml
 prepare --out x --workers 0
 evaluate --run-dir nowhere
 evaluate --piece 3

@@ -178,6 +178,8 @@ def _run_atlasjax(arguments, monkeypatch):
     monkeypatch.setattr(
         "atlasjax.cli.options.train._base", lambda *_: default_config("gated-deltanet-tiny")
     )  # it opens a run
+    for command in ("train", "evaluate"):
+        monkeypatch.setattr(f"atlasjax.cli.options.{command}.check_there", lambda _: None)  # nor a text
     monkeypatch.setattr("atlasjax.cli.options.train.read_config", lambda _: {})  # there is no file
     monkeypatch.setattr("atlasjax.cli.options.train.run_config", lambda _: None)  # it looks into folders and buckets
     monkeypatch.setattr(

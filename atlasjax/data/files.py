@@ -108,6 +108,14 @@ def expand(paths: Sequence[str], suffixes: Sequence[str]) -> Files:
     return Files(list(files), found, left_out)
 
 
+def check_there(paths: Sequence[str]) -> None:
+    """Raises FileNotFoundError for a path on this machine that is no pattern and does not exist. Reads nothing else."""
+    for name in paths:
+        path = storage.expanded(name)
+        if not (isinstance(path, storage.StorePath) or glob.has_magic(name) or path.exists()):
+            raise FileNotFoundError(f"The data path {name!r} does not exist.")
+
+
 def _visible_below(folder: storage.AnyPath, left_out: LeftOut) -> Sequence[storage.AnyPath]:
     """All files below a folder, sorted, except hidden files and files in hidden folders."""
     if isinstance(folder, storage.StorePath):

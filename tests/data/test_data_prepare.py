@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from atlasjax.data import DataConfig, load_documents, make_pipeline, make_tokenizer, preparation
+from atlasjax.data import DataConfig, load_documents, make_pipeline, make_tokenizer, preparation, preparation_steps
 from atlasjax.data.inputs import open_inputs
 from atlasjax.data.manifest import read_manifest
 from atlasjax.data.preparation import prepare
@@ -198,13 +198,17 @@ def test_stopped_at_every_file(sources, tmp_path, monkeypatch):
 def test_stopped_while_the_tokenizer_is_trained_or_the_manifest_written(sources, tmp_path, monkeypatch):
     config = dataclasses.replace(sources["text"], tokenizer="bpe:300")
     prepare(config, tmp_path / "whole")
-    for name in ("make_tokenizer", "write_manifest", "_clean"):
+    for module, name in (
+        (preparation_steps, "make_tokenizer"),
+        (preparation, "write_manifest"),
+        (preparation, "_clean"),
+    ):
         with monkeypatch.context() as patch:
 
             def stop(*_):
                 raise Stopped
 
-            patch.setattr(preparation, name, stop)
+            patch.setattr(module, name, stop)
             with pytest.raises(Stopped):
                 prepare(config, tmp_path / "stopped")
     prepare(config, tmp_path / "stopped")

@@ -211,6 +211,7 @@ def test_commands_of_the_paper_are_real(monkeypatch):
     monkeypatch.setattr("atlasjax.cli.train.train", train)
     monkeypatch.setattr("atlasjax.cli.train._with_vocabulary", lambda config: config)  # it opens the texts
     monkeypatch.setattr("atlasjax.cli.options.train.run_config", lambda _: None)
+    monkeypatch.setattr("atlasjax.cli.options.train.check_there", lambda _: None)
     for name, _, command in runs():
         if name in ("elastic-uniform-16x", "block", "titans-ssc-age"):
             with pytest.raises(Reached):

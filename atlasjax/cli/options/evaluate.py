@@ -9,8 +9,9 @@ import tyro
 
 from atlasjax.check import is_finite
 from atlasjax.cli.parsing import parse
+from atlasjax.data.files import check_there
 from atlasjax.data.text import Errors
-from atlasjax.train.errors import ConfigError
+from atlasjax.train.errors import ConfigError, user_errors
 from atlasjax.train.runs import checkpoint_folder
 
 if TYPE_CHECKING:
@@ -152,4 +153,6 @@ def read(arguments: Sequence[str]) -> EvaluateCommand:
     if command.piece != EvaluateCommand.piece and not command.stream:
         raise ConfigError("--piece is for --stream, which is not given.")
     checkpoint_folder(command.run_dir)
+    with user_errors():
+        check_there(command.text)
     return command

@@ -9,6 +9,7 @@ import tyro
 
 from atlasjax.cli.config_file import configured, read_config
 from atlasjax.cli.parsing import admit_given, parse, pop_option
+from atlasjax.data.files import check_there
 from atlasjax.train.config import TrainConfig
 from atlasjax.train.defaults import default_config
 from atlasjax.train.errors import ConfigError, user_errors
@@ -136,6 +137,9 @@ def read(arguments: Sequence[str]) -> Request:
     if asked == "all":
         rest = ["--help"]
     command = parse(TrainCommand, "train", _DESCRIPTION, rest, TrainCommand(default, preset))
+    data = command.config.data
+    with user_errors():
+        check_there((*data.paths, *data.validation_paths))
     own = (
         saved is not None
         or "vocab_size" in values.get("model", {})
