@@ -8,5 +8,5 @@ def run(command: ImportCommand) -> None:
     """Runs the command. `atlasjax.cli.main` turns its errors into exit codes."""
     done = import_weights(command.path, command.run_dir, tokenizer=command.tokenizer, dtype=command.dtype)
     print(f"{command.run_dir}: {done.family}, {done.parameters:,} parameters from {done.tensors - done.kept} tensors")
-    if done.kept:
-        print(f"{done.kept} tensors that are no part of the language model are kept for the export, and not used.")
+    for note in done.notes:
+        print(note)

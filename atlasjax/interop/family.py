@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import operator
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
@@ -227,6 +228,7 @@ class Family:
         besides those of every model.
       kept: beginnings of the names of tensors that are no part of the language model. They are kept with the run, and exported
         unchanged.
+      unused: patterns of the names of tensors that older versions have and that change nothing. Kept and exported in the same way.
     """
 
     name: str
@@ -237,6 +239,11 @@ class Family:
     rows: Callable[[ModelConfig], list[Row]]
     matters: tuple[str, ...]
     kept: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+
+    def is_extra(self, name: str) -> bool:
+        """Whether a tensor of this name is kept or unused."""
+        return name.startswith(self.kept) or any(re.fullmatch(pattern, name) for pattern in self.unused)
 
     def has_layers_of(self, config: ModelConfig) -> bool:
         """Whether our config has layers with these mixers only."""

@@ -1,10 +1,11 @@
-"""Tensors that are no part of the language model, such as those of a vision tower: kept with a run, and exported unchanged."""
+"""Tensors that are not used, such as those of a vision tower or of older saves: kept with a run, and exported unchanged."""
 
 import contextlib
 import pathlib
 from collections.abc import Iterable, Iterator
 
 from atlasjax.interop import tensors
+from atlasjax.interop.family import Family
 from atlasjax.storage import AnyPath, temporary_folder, write_whole
 from atlasjax.storage.tensors import DTYPES
 from atlasjax.train.errors import ConfigError
@@ -12,9 +13,19 @@ from atlasjax.train.errors import ConfigError
 _KEPT = "kept"  # folder with the tensors, beside what else was imported with the weights
 
 
-def names(all_names: Iterable[str], beginnings: tuple[str, ...]) -> frozenset[str]:
-    """Those names that start with one of the beginnings."""
-    return frozenset(name for name in all_names if name.startswith(beginnings))
+def names(all_names: Iterable[str], family: Family) -> frozenset[str]:
+    """Those names that are no part of the language model, or change nothing in it."""
+    return frozenset(filter(family.is_extra, all_names))
+
+
+def described(kept: frozenset[str], family: Family) -> Iterator[str]:
+    """Lines for people."""
+    others = sorted(name for name in kept if name.startswith(family.kept)) if family.kept else []
+    unused = sorted(kept.difference(others))
+    if others:
+        yield f"{len(others)} tensors that are no part of the language model are kept for the export, and not used"
+    if unused:
+        yield f"{len(unused)} tensors of an older save that change nothing are kept for the export: {tensors.listed(unused)}"
 
 
 def save(peer: pathlib.Path, folder: tensors.Folder, kept: frozenset[str]) -> None:

@@ -22,18 +22,20 @@ class File(TypedDict):
 
 
 class Manifest(TypedDict):
-    """The name of the family, and the files by name."""
+    """The name of the family, the files by name, and name of a tensor in the files → its name in the family, where they differ."""
 
     family: str
     files: dict[str, File]
+    renamed: dict[str, str]
 
 
 def save(peer: pathlib.Path, family: str, folder: tensors.Folder) -> None:
     """Writes the manifest of a folder of weights."""
     files: dict[str, File] = {name: {"metadata": metadata, "tensors": {}} for name, metadata in folder.metadata.items()}
-    for name, tensor in folder.tensors.items():
-        files[tensor.file]["tensors"][name] = tensor.dtype
-    manifest: Manifest = {"family": family, "files": files}
+    for tensor in folder.tensors.values():
+        files[tensor.file]["tensors"][tensor.stored] = tensor.dtype
+    renamed = {tensor.stored: name for name, tensor in folder.tensors.items() if tensor.stored != name}
+    manifest: Manifest = {"family": family, "files": files, "renamed": renamed}
     write_whole(peer / _FILE, json.dumps(manifest).encode())
 
 
@@ -48,15 +50,16 @@ def read(peer: AnyPath, families: Iterable[str]) -> Manifest | None:
         return None
     try:
         manifest = read_json(file)
-        family, files = manifest["family"], manifest["files"]
+        family, files, renamed = manifest["family"], manifest["files"], manifest.get("renamed", {})
         intact = isinstance(family, str) and isinstance(files, dict) and all(map(_is_file, files, files.values()))
-    except (ValueError, KeyError, TypeError):
+        intact = intact and isinstance(renamed, dict) and all(isinstance(x, str) for x in renamed.values())
+    except (ValueError, KeyError, TypeError, AttributeError):
         intact = False
     if not intact:
         raise _damaged(peer, "it is not what the import wrote")
     if family not in families:
         raise _damaged(peer, f"its family is {family!r}; it should be one of {', '.join(families)}")
-    return {"family": family, "files": files}
+    return {"family": family, "files": files, "renamed": renamed}
 
 
 def check_names(
@@ -72,10 +75,11 @@ def check_names(
     """
     there: dict[str, str] = {}
     for content in manifest["files"].values():
-        twice = there.keys() & content["tensors"].keys()
-        if twice:
-            raise _damaged(peer, f"it has tensor {min(twice)!r} twice")
-        there |= content["tensors"]
+        for stored, dtype in content["tensors"].items():
+            name = manifest["renamed"].get(stored, stored)
+            if name in there:
+                raise _damaged(peer, f"it has tensor {name!r} twice")
+            there[name] = dtype
     known: set[str] = set()
     for piece in pieces:
         found = [name for name in piece.names if name in there]

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import pathlib
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
@@ -23,11 +24,12 @@ _PICKLES = (".bin", ".pth", ".pt", ".ckpt", ".pkl")
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """The description of a tensor: its file, dtype (a name of the format, as "BF16") and shape."""
+    """The description of a tensor: its file, dtype (a name of the format, as "BF16"), shape, and its name in the file."""
 
     file: str
     dtype: str
     shape: tuple[int, ...]
+    stored: str
 
 
 class Folder(contextlib.AbstractContextManager):
@@ -39,6 +41,7 @@ class Folder(contextlib.AbstractContextManager):
     Attributes:
       tensors: name → description, in the order of the files and of their content.
       metadata: file → the metadata that it carries.
+      notes: lines for people about the folder.
 
     Raises:
       ConfigError: there are no safetensors, a file is missing or damaged, or the index is not that of the files.
@@ -50,10 +53,11 @@ class Folder(contextlib.AbstractContextManager):
         self._opened = contextlib.ExitStack()
         self.tensors: dict[str, Tensor] = {}
         self.metadata: dict[str, dict[str, str]] = {}
+        self.notes: tuple[str, ...] = ()
         with contextlib.ExitStack() as opening:
             opening.enter_context(self._opened)
             indexed = self._index()
-            for name in [FILE] if indexed is None else sorted(set(indexed.values())):
+            for name in self._unindexed() if indexed is None else sorted(set(indexed.values())):
                 self._open(name)
             if indexed is not None:
                 self._check_index(indexed)
@@ -64,8 +68,8 @@ class Folder(contextlib.AbstractContextManager):
 
     def read(self, name: str, rows: tuple[int, int] | None = None) -> np.ndarray:
         """A tensor, or the part `rows` (start, end) of its first axis."""
-        file = self._files[self.tensors[name].file]
-        return file.get_tensor(name) if rows is None else file.get_slice(name)[rows[0] : rows[1]]
+        file, stored = self._files[self.tensors[name].file], self.tensors[name].stored
+        return file.get_tensor(stored) if rows is None else file.get_slice(stored)[rows[0] : rows[1]]
 
     def read_finite(self, name: str, rows: tuple[int, int] | None = None) -> np.ndarray:
         """Like `read`. Raises ConfigError if a value is NaN or infinite."""
@@ -76,6 +80,11 @@ class Folder(contextlib.AbstractContextManager):
             raise ConfigError(f"tensor {name!r} of {file!r} has NaN or infinite values; all should be finite.")
         return found
 
+    def rename(self, renamed: Mapping[str, str]) -> None:
+        """Gives tensors other names than they have in the files. renamed: name in the file → other name; all, or none."""
+        if renamed:
+            self.tensors = {renamed[name]: tensor for name, tensor in self.tensors.items()}
+
     def _index(self) -> dict[str, str] | None:
         file = self.path / INDEX
         check_file(self.path / FILE)
@@ -83,9 +92,7 @@ class Folder(contextlib.AbstractContextManager):
         if (self.path / FILE).is_file():
             return None
         if not file.is_file():
-            pickles = sorted(x.name for x in self.path.iterdir() if x.suffix in _PICKLES)
-            hint = f" {pickles[0]!r} is a pickle, which can run code: save it as safetensors." if pickles else ""
-            raise ConfigError(f"{str(self.path)!r} has neither {FILE} nor {INDEX}.{hint}")
+            return None
         indexed = read_json(file).get("weight_map")
         if not isinstance(indexed, dict) or not all(
             isinstance(x, str) and pathlib.Path(x).name == x for x in indexed.values()
@@ -94,6 +101,39 @@ class Folder(contextlib.AbstractContextManager):
                 f"{str(file)!r} is not an index of safetensors: weight_map should have a file's name for each tensor."
             )
         return indexed
+
+    def _unindexed(self) -> list[str]:
+        """The files of a folder without an index: one, or a complete set of numbered ones.
+
+        Raises:
+          ConfigError: there is neither. The message says what was found.
+        """
+        if (self.path / FILE).is_file():
+            return [FILE]
+        there = sorted(x.name for x in self.path.iterdir())
+        found = [name for name in there if name.endswith(".safetensors")]
+        numbered = [re.fullmatch(r"(.*-)(\d{5})-of-(\d{5})\.safetensors", name) for name in found]
+        parts = {(match[1], match[3]): [] for match in numbered if match}
+        for match in filter(None, numbered):
+            parts[match[1], match[3]].append(int(match[2]))
+        said = f"{str(self.path)!r} has neither {FILE} nor {INDEX}."
+        if len(parts) == 1 and all(numbered):
+            (((start, count), numbers),) = parts.items()
+            lacking = [n for n in range(1, min(int(count), 10**5) + 1) if n not in numbers]
+            if not lacking:
+                self.notes = (f"there is no {INDEX}; the {len(found)} numbered files are all there",)
+                return found
+            names = [f"{start}{n:05}-of-{count}.safetensors" for n in lacking]
+            raise ConfigError(
+                f"{said} It has {len(found)} of {int(count)} numbered files; {listed(names)} should be there too."
+            )
+        if found:
+            raise ConfigError(
+                f"{said} It has {listed(found)}: rename the one with the weights to {FILE}, or add the index."
+            )
+        pickles = [name for name in there if name.endswith(_PICKLES)]
+        hint = f" {pickles[0]!r} is a pickle, which can run code: save it as safetensors." if pickles else ""
+        raise ConfigError(f"{said}{hint}")
 
     def _open(self, name: str) -> None:
         import safetensors
@@ -112,7 +152,7 @@ class Folder(contextlib.AbstractContextManager):
             if tensor in self.tensors:
                 raise ConfigError(f"tensor {tensor!r} is in {self.tensors[tensor].file!r} and in {name!r}.")
             described = opened.get_slice(tensor)
-            self.tensors[tensor] = Tensor(name, described.get_dtype(), tuple(described.get_shape()))
+            self.tensors[tensor] = Tensor(name, described.get_dtype(), tuple(described.get_shape()), tensor)
 
     def _check_index(self, indexed: Mapping[str, str]) -> None:
         for name, file in indexed.items():

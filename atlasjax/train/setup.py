@@ -183,11 +183,14 @@ def _saved_tokenizer(run_dir: storage.AnyPath) -> Tokenizer:
     return tokenizer
 
 
-# Read by `interop.text_ends` and `serve.templates`.
-_TEXT_ENDS = (
-    "config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "special_tokens_map.json",
-    "chat_template.jinja", "chat_template.json",
+# What the files of imported weights, and those beside their tokenizer, say about texts: read by `interop` and `serve`.
+_NAMING = (
+    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
+_TEXT_ENDS = {
+    "peer": ("config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", *_NAMING),
+    "tokenizer": _NAMING,
+}
 _TEMPLATES = "additional_chat_templates"
 
 
@@ -205,12 +208,11 @@ def write_run_files(setup: Setup) -> None:
     setup.tokenizer.save(run_dir / "tokenizer")
     if setup.config.init_from is None:
         return
-    peer = run_folder(setup.config.init_from) / "peer"
-    more = (
-        [f"{_TEMPLATES}/{file.name}" for file in (peer / _TEMPLATES).iterdir()] if (peer / _TEMPLATES).is_dir() else []
-    )
-    for name in (*_TEXT_ENDS, *more):
-        given, own = peer / name, run_dir / "peer" / name
+    first = run_folder(setup.config.init_from)
+    more = first / "peer" / _TEMPLATES
+    named = [f"peer/{_TEMPLATES}/{file.name}" for file in more.iterdir()] if more.is_dir() else []
+    for name in [*(f"{folder}/{name}" for folder, names in _TEXT_ENDS.items() for name in names), *named]:
+        given, own = first / name, run_dir / name
         if given.is_file() and not own.is_file():
             own.parent.mkdir(parents=True, exist_ok=True)
             storage.write_whole(own, given.read_bytes())

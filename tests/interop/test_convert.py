@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 from atlasjax import cli
 from atlasjax.distributed import make_mesh
-from atlasjax.interop import FAMILIES, convert, export_weights, import_weights, layout, tensors
+from atlasjax.interop import FAMILIES, convert, export, export_weights, families, import_weights, layout, tensors
 from atlasjax.interop.family import Sizes
 from atlasjax.nn import AttentionConfig, HeadNormConfig, ModelConfig, SSMConfig
 from atlasjax.presets import get_preset
@@ -73,7 +73,7 @@ def test_the_dtype_of_activations(tmp_path, name, dtype, said, expected):
     given = json.loads((source / "config.json").read_bytes())
     del given["dtype"]
     with tensors.Folder(source) as folder:
-        assert convert._model(convert._family(given), given | said, folder).dtype == expected
+        assert convert._model(families.family_of(given), given | said, folder).dtype == expected
 
 
 # Every family is exported in the test above.
@@ -154,7 +154,7 @@ def shared_norm(eps, **fields):
 )
 def test_refuses_to_export_what_no_form_has(config, words):
     def check():
-        convert._form_of(config)
+        export._form_of(config)
 
     with pytest.raises(ConfigError, match=words):
         check()
@@ -176,7 +176,7 @@ def test_refuses_to_export_what_no_form_has(config, words):
 )  # fmt: skip
 def test_rounding_is_no_difference(name, config, sizes):
     """The eps of a form is a product that a config may not have been computed by; peers compute int(whole · fraction)."""
-    family, given = convert._form_of(config)
+    family, given = export._form_of(config)
     assert family.name == name
     given |= given.get("rope_parameters", {})
     assert {field: (whole, int(whole * given[field])) for field, (whole, _) in sizes.items()} == sizes

@@ -22,6 +22,8 @@ class ImportCommand:
     tokenizer.model beside the weights."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Dtype of activations. None: that of config.json, or else of the weights; float32 for float16."""
+    trust: tuple[str, ...] = ()
+    """Modules of your own parts that a model of this library may name, such as my_parts."""
 
 
 def read(arguments: Sequence[str]) -> ImportCommand:
