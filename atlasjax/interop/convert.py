@@ -6,7 +6,8 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal
 
 import jax
@@ -20,7 +21,7 @@ from atlasjax.distributed.mesh import MeshConfig, make_mesh
 from atlasjax.distributed.sharding import parameter_shardings
 from atlasjax.interop import kept, manifest, names, plain, table, tensors, text_ends, tokenizer_files, unused
 from atlasjax.interop.families import family_of
-from atlasjax.interop.family import Family, Sizes, given_dtype
+from atlasjax.interop.family import INERT, Family, Sizes, given_dtype
 from atlasjax.interop.files import check_file, read_json
 from atlasjax.interop.manifest import PEER
 from atlasjax.interop.tensors import listed
@@ -163,10 +164,10 @@ def _of_family(
     pieces = table.pieces(family.rows(model), model, {path: x.shape for path, x in flat(shapes).items()})
     renamed = names.canonical(folder.tensors, pieces)
     folder.rename(renamed)
-    notes = (*folder.notes, *([names.described(renamed)] if renamed else []))
+    notes = (*folder.notes, *([names.described(renamed)] if renamed else []), *_inert(given))
     extra = kept.names(folder.tensors, family)
     unused.check(folder, extra, model)
-    pieces = _checked(pieces, folder, extra, family.name)
+    pieces = _checked(pieces, folder, extra, family)
     own = grouped((piece for piece in pieces if not piece.copy), lambda piece: piece.path)
     read = lambda piece: folder.read_finite(piece.names[0], piece.rows)
 
@@ -178,6 +179,15 @@ def _of_family(
         family.name, model, shapes, lambda path, shape: table.our_array(shape, own[path], read), save, len(extra),
         (*notes, *kept.described(extra, family)),
     )  # fmt: skip
+
+
+def _inert(given: Mapping[str, object]) -> Iterator[str]:
+    """A line for people about the fields of a config.json that change nothing."""
+    inside = given.get("text_config")
+    fields = given | (inside if isinstance(inside, dict) else {})
+    found = sorted(name for name in INERT if fields.get(name) is not None)
+    if found:
+        yield f"fields of config.json that change nothing here: {listed(found)}"
 
 
 def _plain(
@@ -213,13 +223,15 @@ def _shapes(form: str, model: ModelConfig) -> PyTree:
         raise ConfigError(f"{form}: the sizes in config.json make tensors that are larger than any file.") from None
 
 
-def _checked(pieces: list[table.Piece], folder: tensors.Folder, extra: frozenset[str], name: str) -> list[table.Piece]:
+def _checked(
+    pieces: list[table.Piece], folder: tensors.Folder, extra: frozenset[str], family: Family
+) -> list[table.Piece]:
     """The pieces with the names that the files have, those of missing copies left out. `extra`: names of tensors without a piece.
 
     Raises:
       ConfigError: tensors are missing, unknown, of another shape or dtype, or a copy is not what it repeats.
     """
-    there = folder.tensors
+    there, name = folder.tensors, family.name
     found, missing = [], []
     for piece in pieces:
         names = [x for x in piece.names if x in there][:1]
@@ -227,10 +239,13 @@ def _checked(pieces: list[table.Piece], folder: tensors.Folder, extra: frozenset
             found.append(dataclasses.replace(piece, names=tuple(names)))
         elif not piece.copy:
             missing.append(piece.names[0])
-    if missing:
-        raise ConfigError(f"{name}: the tensors {listed(dict.fromkeys(missing))} are missing.")
     shapes = table.peer_shapes(found)
     unknown = [x for x in there if x not in shapes and x not in extra]
+    if missing:
+        has = f" The files have {listed(unknown)}, which it has not." if unknown else ""
+        hints = {hint for pattern, hint in family.older.items() if any(re.fullmatch(pattern, x) for x in unknown)}
+        has += "".join(f" {hint}." for hint in hints)
+        raise ConfigError(f"{name}: the tensors {listed(dict.fromkeys(missing))} are missing.{has}")
     if unknown:
         raise ConfigError(f"{name} has no tensors {listed(unknown)} in the form that config.json describes.")
     for tensor, shape in shapes.items():

@@ -61,7 +61,7 @@ def _export_own(run: AnyPath, loaded: LoadedRun, target: pathlib.Path) -> Conver
     model, params = loaded.config.model, state_lib.pure(nnx.state(loaded.model, nnx.Param))
     with user_errors():
         ends = text_ends(run)
-    own, why, make = flat(params), "", None
+    own, why, settings = flat(params), "", {}
     try:
         family, given = _form_of(model)
     except ConfigError as error:
@@ -70,7 +70,7 @@ def _export_own(run: AnyPath, loaded: LoadedRun, target: pathlib.Path) -> Conver
         kinds = {leaf: (plain.kind(x.dtype), x.shape) for leaf, x in leaves.items()}
         make = lambda leaf: np.asarray(leaves[leaf])
     else:
-        name = family.name
+        name, settings = family.name, family.generation
         pieces = table.pieces(family.rows(model), model, {path: x.shape for path, x in own.items()})
         by_name, shapes = grouped(pieces, lambda piece: piece.names[0]), table.peer_shapes(pieces)
         kinds = {tensor: ("F32", shapes[tensor]) for tensor, of in by_name.items() if not of[0].copy}
@@ -79,7 +79,10 @@ def _export_own(run: AnyPath, loaded: LoadedRun, target: pathlib.Path) -> Conver
     generation = storage.read_object(run / PEER / "generation_config.json")
     with new_folder(target) as partial:
         tensors.write(partial / tensors.FILE, kinds, make, {"format": "pt"})
-        for file, content in (("config.json", given | ids), ("generation_config.json", generation | ids)):
+        for file, content in (
+            ("config.json", given | ids),
+            ("generation_config.json", {**settings, **generation, **ids}),
+        ):
             write_whole(partial / file, (json.dumps(content, indent=2) + "\n").encode())
         tokenizer_files.write(partial, run, loaded.tokenizer, ends)
     return Converted(name, sum(x.size for x in own.values()), len(kinds), why=why)

@@ -22,6 +22,24 @@ _NEUTRAL = (
     "fuse_norm", "fuse_swiglu", "fused_add_norm", "initializer_range", "max_position_embeddings", "model_type", "pad_token_id",
     "residual_in_fp32", "torch_dtype", "transformers_version", "unk_token_id", "use_cache", "use_l2warp", "_name_or_path",
 )  # fmt: skip
+# Those that other versions of transformers write into every config: of labels, outputs, generation, loading and training.
+INERT = (
+    "_attn_implementation", "_attn_implementation_autoset", "_attn_implementation_internal", "_commit_hash",
+    "_experts_implementation", "_experts_implementation_internal", "attn_implementation", "bad_words_ids", "begin_suppress_tokens",
+    "chunk_size_feed_forward", "cross_attention_hidden_size", "decoder_start_token_id", "diversity_penalty", "do_sample",
+    "early_stopping", "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "finetuning_task",
+    "forced_bos_token_id", "forced_eos_token_id", "gradient_checkpointing", "id2label", "is_decoder", "label2id", "length_penalty",
+    "max_length", "max_new_tokens", "min_length", "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_labels",
+    "num_return_sequences", "output_attentions", "output_hidden_states", "output_scores", "prefix", "problem_type",
+    "remove_invalid_values", "repetition_penalty", "return_dict", "return_dict_in_generate", "sep_token_id", "suppress_tokens",
+    "task_specific_params", "temperature", "tf_legacy_loss", "tokenizer_class", "top_k", "top_p", "torchscript", "typical_p",
+    "unsloth_fixed", "unsloth_version", "use_bfloat16",
+)  # fmt: skip
+# Those with the one value that changes nothing.
+_OFF: dict[str, tuple[object, ...]] = {
+    "add_cross_attention": (False,), "is_encoder_decoder": (False,), "pruned_heads": ({},), "quantization_config": (None,),
+    "tie_encoder_decoder": (False,),
+}  # fmt: skip
 
 
 class Sizes(NamedTuple):
@@ -86,9 +104,33 @@ class Fields:
             raise self._wrong(name, value, f"a positive number below {_LARGEST:g}")
         return float(value)
 
-    def optional_number(self, name: str) -> float | None:
-        """A positive number; None if the field is null or missing."""
-        return None if self._given.get(name) is None else self.number(name)
+    def optional_number(self, name: str, default: float | None = None) -> float | None:
+        """A positive number; None if the field is null, and `default` if it is missing."""
+        if self._given.get(name, default) is None:
+            return self._given.pop(name, None)  # type: ignore[return-value]
+        return self.number(name, default=default)
+
+    def rotation(self, *kinds: str) -> "Fields":
+        """The fields of rotary positions that are not scaled, in `rope_parameters`, or in `rope_scaling` of older versions.
+
+        kinds: names of a kind that changes nothing for a text, besides "default".
+        """
+        if self._given.get("rope_scaling"):
+            old = self.inside("rope_scaling")
+            if self._given.pop("rope_parameters", None) not in (None, old._given):
+                raise ConfigError(
+                    f"config.json of {self._name} has rope_scaling and other rope_parameters; it should have the latter."
+                )
+            inside = old
+        else:
+            self._given.pop("rope_scaling", None)
+            inside = self.inside("rope_parameters")
+        for name in ("rope_type", "type"):  # the second is the older one
+            if inside._given.get(name) == "linear" and inside._given.get("factor") == 1:
+                inside._given.pop(name)  # scaled by nothing
+            inside.require(name, "default", *kinds, None)
+        inside.require("factor", None, 1)
+        return inside
 
     def quotient(self, name: str, value: int, by_name: str, by: int) -> int:
         """value / by, which must be an integer: a size of which the config has the factors `name` and `by_name`."""
@@ -181,7 +223,9 @@ class Fields:
 
     def done(self, neutral: Iterable[str]) -> None:
         """Raises ConfigError if fields are left that are neither `neutral`, nor neutral in every family, nor null."""
-        known = {*neutral, *_NEUTRAL}
+        for name, values in _OFF.items():
+            self.require(name, *values)
+        known = {*neutral, *_NEUTRAL, *INERT}
         left = [name for name, value in self._given.items() if name not in known and value is not None]
         if left:
             raise ConfigError(
@@ -229,6 +273,8 @@ class Family:
       kept: beginnings of the names of tensors that are no part of the language model. They are kept with the run, and exported
         unchanged.
       unused: patterns of the names of tensors that older versions have and that change nothing. Kept and exported in the same way.
+      generation: fields of generation_config.json for a model that was not imported, besides the ids of tokens.
+      older: pattern of the names of tensors that older versions have in the place of others → what to do.
     """
 
     name: str
@@ -240,6 +286,8 @@ class Family:
     matters: tuple[str, ...]
     kept: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
+    generation: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    older: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def is_extra(self, name: str) -> bool:
         """Whether a tensor of this name is kept or unused."""

@@ -1,11 +1,13 @@
 """Gated DeltaNet, DeltaNet and GLA as flash-linear-attention writes them (fla-hub/…), also with attention in some layers."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 from typing import Literal, NotRequired, TypedDict
 
 from atlasjax.interop.family import Family, Fields, Sizes, exact_fraction, mixer_pattern
 from atlasjax.interop.table import Row
+from atlasjax.interop.unused import ROTARY
 from atlasjax.nn import AttentionConfig, GatedDeltaNetConfig, HeadNormConfig, ModelConfig
 from atlasjax.train.errors import ConfigError
 
@@ -165,7 +167,10 @@ class _Shared(TypedDict):
 def _shared(fields: Fields, dim: int) -> _Shared:
     """Our fields that the three families have in common, by name."""
     fields.require("hidden_act", "swish", "silu")
-    fields.require("attnres_block_size", None)
+    for field, value in (("attnres_block_size", None), ("conv_bias", False), ("elementwise_affine", True), ("rope_scaling", None),
+                         ("share_conv_kernel", False)):  # fmt: skip
+        fields.require(field, value)
+    fields.require("gate_fn", "swish", "silu")
     ratio = fields.integer("hidden_ratio", 4, is_axis=False)
     rounded = -(-int(dim * ratio * 2 / 3) // 256) * 256  # as GatedMLP of flash-linear-attention
     return {
@@ -199,9 +204,18 @@ def _gated_deltanet(given: Mapping[str, object], sizes: Sizes) -> ModelConfig:
     fields.require("use_gate", True)
     fields.require("use_short_conv", True)
     fields.require("output_gate_activation", "swish", "silu")
-    heads, head_dim = fields.integer("num_heads", 6), fields.integer("head_dim", 256)
-    fields.require("expand_k", None)  # of old versions; with it their keys had another size
-    shared = _shared(fields, fields.integer("hidden_size", 2048))
+    fields.require("use_mamba_gate", True)  # of old versions, as the next ones
+    fields.require("use_residual", False)
+    dim, heads = fields.integer("hidden_size", 2048), fields.integer("num_heads", 6)
+    expand = fields.optional_number("expand_k")
+    size = None if expand is None else fields.whole("expand_k", expand * dim / heads, "channels of a head's keys")
+    head_dim = fields.integer("head_dim", size or 256)
+    if size not in (None, head_dim):
+        raise ConfigError(
+            f"config.json of {name}: expand_k is {expand:g}; it should be {head_dim * heads / dim:g} or missing, since head_dim is "
+            f"{head_dim}."
+        )
+    shared = _shared(fields, dim)
     config = ModelConfig(
         **_layers(fields, name, "gated_deltanet", shared["dim"], fields.layers("num_hidden_layers", 21)),
         num_heads=heads,
@@ -223,7 +237,7 @@ def _deltanet(given: Mapping[str, object], sizes: Sizes) -> ModelConfig:
     name = "DeltaNet"
     fields = Fields(given, name, sizes)
     for field, value in (("use_gate", False), ("use_short_conv", True), ("allow_neg_eigval", False), ("use_beta", True),
-                         ("qk_norm", "l2"), ("qk_activation", "silu")):  # fmt: skip
+                         ("qk_norm", "l2"), ("qk_activation", "silu"), ("use_elu", False), ("use_rope", False)):  # fmt: skip
         fields.require(field, value)
     dim, heads = fields.integer("hidden_size", 2048), fields.integer("num_heads", 16)
     widths = _widths(fields, dim, heads, 1.0, 1.0)
@@ -244,7 +258,7 @@ def _deltanet(given: Mapping[str, object], sizes: Sizes) -> ModelConfig:
 def _gla(given: Mapping[str, object], sizes: Sizes) -> ModelConfig:
     fields = Fields(given, "GLA", sizes)
     for field, value in (("use_short_conv", False), ("use_output_gate", True), ("clamp_min", None), ("feature_map", None),
-                         ("elementwise_affine", True), ("use_gv", False)):  # fmt: skip
+                         ("use_gv", False), ("gate_logit_normalizer", 16), ("gate_low_rank_dim", 16)):  # fmt: skip
         fields.require(field, value)
     dim, heads = fields.integer("hidden_size", 2048), fields.integer("num_heads", 4)
     fields.require("num_kv_heads", None, heads)
@@ -318,18 +332,20 @@ def _is(kind: str) -> Callable[[Mapping[str, object]], bool]:
     return lambda given: given.get("model_type") == kind
 
 
+GENERATION = {"use_cache": False}
+"""For generation_config.json: `generate` of transformers 5.24 gives the cache under a name that version 0.6.0 ignores, and goes on
+from the last token alone. Without a cache it reads the whole text for each token, which is slow and right."""
 _MATTERS = ("num_heads", "resolved_head_dim", "value_dim", "resolved_mlp_dim", "head_norm")
+_D = re.escape(_ATTN).replace(r"\{n\}", r"\d+") + "D"  # of Gated DeltaNet, made by older versions and used by none
 GATED_DELTANET = Family(
     "gated_deltanet", ("gated_deltanet", *_SOFTMAX), _is("gated_deltanet"), _gated_deltanet, _peer_gated_deltanet,
-    _gated_deltanet_rows, (*_MATTERS, "value_heads", "gated_deltanet.negative_eigenvalues", "conv_width"),
+    _gated_deltanet_rows, (*_MATTERS, "value_heads", "gated_deltanet.negative_eigenvalues", "conv_width"), unused=(ROTARY, _D),
+    generation=GENERATION,
 )  # fmt: skip
 DELTANET = Family(
-    "delta_net",
-    ("deltanet", *_SOFTMAX),
-    _is("delta_net"),
-    _deltanet,
-    _peer_deltanet,
-    _deltanet_rows,
-    (*_MATTERS, "conv_width"),
+    "delta_net", ("deltanet", *_SOFTMAX), _is("delta_net"), _deltanet, _peer_deltanet, _deltanet_rows,
+    (*_MATTERS, "conv_width"), unused=(ROTARY,), generation=GENERATION,
+)  # fmt: skip
+GLA = Family(
+    "gla", ("gla", *_SOFTMAX), _is("gla"), _gla, _peer_gla, _gla_rows, _MATTERS, unused=(ROTARY,), generation=GENERATION
 )
-GLA = Family("gla", ("gla", *_SOFTMAX), _is("gla"), _gla, _peer_gla, _gla_rows, _MATTERS)

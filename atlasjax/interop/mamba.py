@@ -130,8 +130,12 @@ def _mamba2_from_transformers(given: Mapping[str, object], sizes: Sizes) -> Mode
         groups=fields.integer("n_groups", 8),
     )
     config = _read_transformers(fields, "mamba2", ssm, tied=False)
-    fields.require("num_heads", ssm.expand * config.dim // ssm.head_dim)
-    fields.done((*_NEUTRAL, "chunk_size", "norm_before_gate", "time_step_rank"))
+    inner = ssm.expand * config.dim
+    for name, value in (("num_heads", inner // ssm.head_dim), ("intermediate_size", inner)):
+        fields.require(name, value)
+    fields.done(
+        (*_NEUTRAL, "chunk_size", "norm_before_gate", "time_step_init_scheme", "time_step_rank", "time_step_scale")
+    )
     return config
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from atlasjax.interop.family import Family, Fields, Sizes, mixer_pattern
 from atlasjax.interop.table import Index, Row
+from atlasjax.interop.unused import ROTARY
 from atlasjax.nn import AttentionConfig, GatedDeltaNetConfig, HeadNormConfig, ModelConfig
 
 _NAME = "OLMo-Hybrid"
@@ -146,9 +147,9 @@ def _layer_types(fields: Fields, layers: int) -> list[str]:
 
 def _theta(fields: Fields) -> float | None:
     """Base of the wavelengths; None without rotation, as in the public models."""
-    inside = fields.inside("rope_parameters")
-    inside.require("rope_type", "default", None)
-    theta = inside.optional_number("rope_theta")
+    outer = fields.optional_number("rope_theta")  # where older versions have it
+    inside = fields.rotation()
+    theta = inside.optional_number("rope_theta", default=outer)
     inside.done(())
     return theta
 
@@ -174,7 +175,8 @@ def _to_peer(config: ModelConfig) -> dict[str, object]:
         "linear_conv_kernel_dim": config.conv_width,
         "linear_allow_neg_eigval": config.gated_deltanet.negative_eigenvalues,
         "rms_norm_eps": config.norm_eps,
-        "rope_parameters": None if theta is None else {"rope_type": "default", "rope_theta": theta},
+        # Not null, for which transformers takes its default base: a base that is null is no rotation.
+        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
         "hidden_act": "silu",
         "tie_word_embeddings": config.tie_embeddings,
     }
@@ -185,4 +187,5 @@ OLMO_HYBRID = Family(
     rows,
     ("num_heads", "resolved_head_dim", "value_dim", "value_heads", "gated_deltanet.negative_eigenvalues", "resolved_mlp_dim",
      "head_norm", "conv_width"),
+    unused=(ROTARY,),
 )  # fmt: skip

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from atlasjax.interop.family import Family, Fields, Sizes, exact_fraction, given_dtype, mixer_pattern
 from atlasjax.interop.table import Index, Row
+from atlasjax.interop.unused import ROTARY
 from atlasjax.nn import AttentionConfig, GatedDeltaNetConfig, HeadNormConfig, ModelConfig
 from atlasjax.train.errors import ConfigError
 
@@ -176,9 +177,7 @@ def _layer_types(fields: Fields, layers: int) -> list[str]:
 
 def _positions(fields: Fields) -> tuple[float, float]:
     """Base of the wavelengths, and the fraction of a head's channels that is rotated. A text has no second axis of positions."""
-    inside = fields.inside("rope_parameters")
-    inside.require("rope_type", "default")
-    inside.require("type", "default", "mrope")  # its older name
+    inside = fields.rotation("mrope")
     found = []
     for name, default in (("rope_theta", 1e4), ("partial_rotary_factor", 0.25)):
         outer = fields.number(name, default=default)
@@ -226,5 +225,5 @@ QWEN3_5 = Family(
     _to_peer, rows,
     ("num_heads", "resolved_head_dim", "value_dim", "value_heads", "gated_deltanet.negative_eigenvalues", "resolved_mlp_dim",
      "head_norm", "conv_width"),
-    kept=KEPT,
+    kept=KEPT, unused=(ROTARY,),
 )  # fmt: skip

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from atlasjax.interop.family import Family, Fields, Sizes
+from atlasjax.interop.fla import GENERATION
 from atlasjax.interop.table import Row
 from atlasjax.nn import ModelConfig, RWKV7Config
 from atlasjax.train.errors import ConfigError
@@ -155,4 +156,10 @@ RWKV7 = Family(
     "rwkv7", ("rwkv7",), lambda given: given.get("model_type") == "rwkv7", _to_ours, _to_peer, rows,
     ("num_heads", "resolved_head_dim", "value_dim", "resolved_mlp_dim", "rwkv7_ranks", "rwkv7.value_residual", "rwkv7.norm_eps",
      "rwkv7.key_eps"),
+    unused=(r"model\.layers\.0\.attn\.v_lora\.lora\.(?:0\.weight|2\.weight|2\.bias)",),  # the first layer has no value residual
+    generation=GENERATION,
+    older={
+        r"model\.layers\.\d+\.attn\.x_x": "flash-linear-attention splits x_x into x_r, x_w, x_k, x_v, x_a and x_g when it "
+        "loads it: load the weights with it, and save them again",
+    },
 )  # fmt: skip

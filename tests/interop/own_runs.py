@@ -23,7 +23,7 @@ from atlasjax.train import state as state_lib
 from atlasjax.train.checkpoint import Checkpoints
 from atlasjax.train.trainable import flat, nested
 
-_SIZES = {"vocab_size": 257, "dim": 32, "num_layers": 2, "mlp_dim": 48, "dtype": "float32"}
+_SIZES = {"vocab_size": 257, "dim": 32, "num_layers": 2, "mlp_dim": 48, "tie_embeddings": False, "dtype": "float32"}
 _HEADS = {"num_heads": 2, "head_dim": 16, "head_norm": HeadNormConfig(shared=True, eps=16e-6), "norm_eps": 1e-6}
 _ATTENTION = {"head_dim": 8, "value_dim": 8, "num_heads": 4, "kv_heads": 2}
 MODELS = {
@@ -31,7 +31,7 @@ MODELS = {
         **_SIZES, mixer="mamba2", ffn="none", num_heads=1, ssm=SSMConfig(head_dim=8, state_dim=16, groups=2)
     ),
     "mamba": ModelConfig(
-        **_SIZES, mixer="mamba", ffn="none", num_heads=1, ssm=SSMConfig(state_dim=4), tie_embeddings=True
+        **_SIZES, mixer="mamba", ffn="none", num_heads=1, ssm=SSMConfig(state_dim=4)
     ),
     "gated_deltanet": ModelConfig(**_SIZES, **_HEADS, mixer="gated_deltanet", value_expansion=2),
     "delta_net": ModelConfig(**_SIZES, **_HEADS, mixer="deltanet"),
@@ -48,7 +48,7 @@ MODELS = {
         **_SIZES, mixer="rwkv7", num_heads=2, head_dim=16, ffn="channel_mixing", norm="layer", norm_eps=1e-5, embedding_norm=True,
         rwkv7=RWKV7Config(value_residual=True, norm_eps=1e-5, decay_rank=8, rate_rank=6, gate_rank=10, value_rank=4),
     ),
-    "atlasjax": ModelConfig(**_SIZES, num_heads=2, tie_embeddings=False, memory=MemoryConfig(rule="atlas", chunk_size=8)),
+    "atlasjax": ModelConfig(**_SIZES, num_heads=2, memory=MemoryConfig(rule="atlas", chunk_size=8)),
 }  # fmt: skip
 
 
@@ -60,10 +60,7 @@ def make(folder: pathlib.Path, model: ModelConfig, tokenizer: Tokenizer | None =
     rng, shapes = np.random.default_rng(0), flat(state_lib.model_shapes(model)[1])
     draw = lambda path, shape: (path.endswith("scale") + 0.2 * rng.normal(size=shape)).astype(np.float32)
     params = nested({path: draw(path, x.shape) for path, x in shapes.items()})
-    if model.tie_embeddings:
-        params["embedding"][:8] *= 4
-    else:
-        params["head"]["kernel"][:, :8] *= 4
+    params["head"]["kernel"][:, :8] *= 2
     tokenizer.save(folder / "tokenizer")
     (folder / "config.json").write_text(json.dumps(to_dict(config)))
     params = jax.tree.map(jnp.asarray, params)

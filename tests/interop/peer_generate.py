@@ -20,11 +20,13 @@ def answer(folder: pathlib.Path, asked: dict) -> dict:
     prompts = torch.tensor(asked["prompts"])
     with torch.no_grad():
         greedy = model.generate(prompts, max_new_tokens=asked["more"], do_sample=False)
+        logits = model(prompts, use_cache=False).logits
     own = model.generation_config
     encoded = [tokenizer(text).input_ids for text in asked["texts"]]
     return {
         "ids": [[x.bos_token_id, x.eos_token_id, x.pad_token_id] for x in (model.config.get_text_config(), own)],
         "greedy": greedy[:, prompts.shape[1] :].tolist(),
+        "logits": logits.tolist(),
         "size": len(tokenizer),
         "encoded": encoded,
         "decoded": [tokenizer.decode(ids) for ids in encoded],

@@ -43,14 +43,17 @@ def ask(folder, names, prompts, more):
 
 def check(tmp_path, names, *, more=16):
     prompts = np.random.default_rng(0).integers(0, 256, (2, 5))
-    expected = {}
+    expected, logits = {}, {}
     for name in names:
         run = own_runs.make(tmp_path / f"run {name}", own_runs.MODELS[name])
         assert export_weights(run, tmp_path / name).family == name
-        got = generate(load_run(run).model, prompts, more, config=SamplingConfig(temperature=0))
+        model = load_run(run).model
+        logits[name] = np.asarray(model(prompts))
+        got = generate(model, prompts, more, config=SamplingConfig(temperature=0))
         expected[name] = np.asarray(got).tolist()
         assert set(range(8)) & {*expected[name][0], *expected[name][1]}  # what some class takes for an end
     for name, answered in ask(tmp_path, names, prompts, more).items():
+        assert np.abs(logits[name] - answered["logits"]).max() < 1e-5 * np.abs(logits[name]).max(), name
         assert answered["greedy"] == expected[name], name
         assert answered["ids"] == [[None, None, None]] * 2
         assert answered["size"] == 256

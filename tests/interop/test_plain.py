@@ -64,7 +64,7 @@ OTHERS = {
     "change",
     some_slow(
         ["caching", "two mixers", "form of the heads"],
-        ["form of the heads"],
+        ["form of the heads", "two mixers"],
     ),
 )
 def test_whatever_a_model_has(tmp_path, change):

@@ -38,11 +38,6 @@ TENSORS = [
     ),
     ("delta_net", lambda x: x.update({LAYERS[0]: x[LAYERS[0]].T.copy()}), [LAYERS[0], "(12, 6), should be (6, 12)"]),
     ("rwkv7", without("model.layers.0.pre_norm.bias"), ["'model.layers.0.pre_norm.bias'", "missing"]),
-    (
-        "rwkv7",
-        lambda x: x.update({"model.layers.0.attn.v_lora.lora.2.bias": x["model.norm.bias"]}),
-        ["no tensors 'model.layers.0.attn.v_lora.lora.2.bias'"],
-    ),
     ("qwen3_5 with images", without(f"{QWEN}1.self_attn.q_norm.weight"), ["self_attn.q_norm.weight'", "missing"]),
     ("qwen3_5 with images", lambda x: x.update({"visual.x": x["mtp.norm.weight"]}), ["no tensors 'visual.x'"]),
     (
