@@ -78,7 +78,7 @@ def expand(paths: Sequence[str], suffixes: Sequence[str]) -> Files:
     inside: Sequence[storage.AnyPath]
     wanted = tuple(suffix.lower() for suffix in suffixes)
     for name in paths:
-        path = storage.expanded(name)
+        path = storage.fetched(name)
         if path.is_dir():
             inside = []
             for file in _visible_below(path, left_out):

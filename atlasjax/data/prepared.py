@@ -44,7 +44,7 @@ def open_prepared(config: DataConfig, tokenizer: Tokenizer, split: Split) -> tup
     """
     files, sets = [], []
     for name in config.paths:
-        folder = storage.expanded(name)
+        folder = storage.fetched(name)
         manifest = read_manifest(folder)
         _check(name, manifest, config, tokenizer, split)
         if isinstance(folder, storage.StorePath):

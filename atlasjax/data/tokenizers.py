@@ -41,7 +41,7 @@ def make_tokenizer(config: DataConfig, texts: Iterable[str] | None = None) -> To
     """
     if config.source != "prepared":
         return _new_tokenizer(config, texts)
-    folder = storage.expanded(config.paths[0])
+    folder = storage.fetched(config.paths[0])
     read_manifest(folder)  # first, because its message says what is missing
     tokenizer = load_tokenizer(folder / "tokenizer")
     if config.tokenizer != DataConfig.tokenizer and _new_tokenizer(config, ()).fingerprint != tokenizer.fingerprint:
@@ -85,7 +85,7 @@ def _new_tokenizer(config: DataConfig, texts: Iterable[str] | None) -> Tokenizer
             documents = load_documents(config, "train")
             texts = map(documents.__getitem__, range(len(documents)))
         return BpeTokenizer.train(_sample(texts), size)
-    path = storage.expanded(argument)
+    path = storage.fetched(argument)
     if not path.is_file():
         raise FileNotFoundError(f"The tokenizer file {argument!r} does not exist.")
     if kind == "sentencepiece":

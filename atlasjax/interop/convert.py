@@ -1,6 +1,7 @@
 """Import of a folder of public weights as a run."""
 
 import collections
+import contextlib
 import dataclasses
 import json
 import math
@@ -26,7 +27,7 @@ from atlasjax.interop.files import check_file, read_json
 from atlasjax.interop.manifest import PEER
 from atlasjax.interop.tensors import listed
 from atlasjax.nn import ModelConfig, logical_axes
-from atlasjax.storage import AnyPath, local_path, new_folder, write_whole
+from atlasjax.storage import AnyPath, hub, local_path, new_folder, write_whole
 from atlasjax.train import state as state_lib
 from atlasjax.train.checkpoint import Checkpoints, check_path
 from atlasjax.train.config import TrainConfig
@@ -38,6 +39,7 @@ COPIED = (
     "video_preprocessor_config.json", tensors.INDEX,
 )  # fmt: skip
 """Files beside the tensors that are kept with a run and exported unchanged; so are `tokenizer_files.templates`."""
+_WANTED = ("*.json", "*.safetensors", "*.model", "*.jinja", "merges.txt")  # of a repository
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,26 +92,31 @@ def import_weights(
     *,
     tokenizer: str | None = None,
     dtype: Literal["float32", "bfloat16"] | None = None,
+    revision: str | None = None,
 ) -> Converted:
     """Makes a run of public weights: a folder that `evaluate`, `generate` and `train` take, with a checkpoint of step 0.
 
     The weights are kept in float32, as all parameters here. The folder appears when it is complete.
 
     Args:
-      path: a local folder with config.json and safetensors, one file or several: public weights, or what `export_weights` wrote.
+      path: a local folder with config.json and safetensors, one file or several: public weights, or what `export_weights` wrote. Or
+        the name of such a repository on the Hugging Face Hub, "owner/name", whose files are downloaded into the Hub's cache.
       run_dir: the run's folder, a local one that must not exist.
       tokenizer: as `DataConfig.tokenizer`, for weights without a tokenizer beside them. None: tokenizer.json or tokenizer.model.
       dtype: dtype of activations, "float32" or "bfloat16". None: that of config.json, or else of
         the weights; float32 for float16.
+      revision: a branch, tag or commit of the repository. None: the main branch.
 
     Raises:
       ConfigError: the family or its form is not known here; tensors are unknown, missing, of another shape or dtype; values
         are not finite; a file is missing or damaged, or a pickle; there is no tokenizer; or run_dir exists or has brackets in its
-        path.
+        path; there is no such repository or revision.
+      StoreError: the Hub does not answer, and the repository was not downloaded before.
     """
     with user_errors():
-        source, target = local_path(path), local_path(run_dir)
+        target = local_path(run_dir)
         check_path(target)
+        source, where = _source(os.fspath(path), revision)
     given = peer_config(source)
     for name in (*COPIED, *tokenizer_files.templates(source)):
         check_file(source / name)
@@ -137,8 +144,29 @@ def import_weights(
             with Checkpoints(partial / "checkpoints", config.keep) as checkpoints:
                 checkpoints.save(state, [None], to_dict(config), text.fingerprint)
         count = len(folder.tensors)
-    notes = (*found.notes, text_ends.described(ends))
+    notes = (*where, *found.notes, text_ends.described(ends))
     return Converted(found.family, sum(x.size for x in jax.tree.leaves(found.shapes)), count, found.kept, notes)
+
+
+def _source(path: str, revision: str | None) -> tuple[pathlib.Path, tuple[str, ...]]:
+    """The folder of weights, and a line for people about a download."""
+    name = path.removeprefix(hub.SCHEME)
+    if name == path and (os.path.lexists(path) or not hub.is_name(path)):
+        if revision is not None:
+            raise ConfigError(f"revision is {revision!r}, but {path!r} is a folder; it should be a name, OWNER/NAME.")
+        return local_path(path), ()
+    if not hub.is_name(name):
+        raise ConfigError(f"{path!r} is not the name of a repository; it should be OWNER/NAME.")
+    source = hub.snapshot(name, revision, wanted=_WANTED, but=("*/*", "consolidated*"))
+    if not any(source.glob("*.safetensors")):
+        with contextlib.suppress(OSError):
+            there = [file for file in hub.files(name, revision) if file.endswith(tensors.PICKLES)]
+            if there:
+                raise ConfigError(
+                    f"{name!r} has no safetensors; {there[0]!r} is a pickle, which can run code. Give a --revision that has them "
+                    "(many repositories have one as refs/pr/N), or save it as safetensors."
+                )
+    return source, (f"files of {name} at revision {source.name} are in {source}",)
 
 
 def peer_config(folder: AnyPath) -> dict[str, object]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {name: ALL_DTYPES[name] for name in ("F32", "F16", "BF16")}
-_PICKLES = (".bin", ".pth", ".pt", ".ckpt", ".pkl")
+PICKLES = (".bin", ".pth", ".pt", ".ckpt", ".pkl")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Folder(contextlib.AbstractContextManager):
             raise ConfigError(
                 f"{said} It has {listed(found)}: rename the one with the weights to {FILE}, or add the index."
             )
-        pickles = [name for name in there if name.endswith(_PICKLES)]
+        pickles = [name for name in there if name.endswith(PICKLES)]
         hint = f" {pickles[0]!r} is a pickle, which can run code: save it as safetensors." if pickles else ""
         raise ConfigError(f"{said}{hint}")
 

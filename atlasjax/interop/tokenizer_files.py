@@ -16,7 +16,7 @@ from atlasjax.data.tokenizers import (
 )
 from atlasjax.interop.manifest import PEER
 from atlasjax.interop.text_ends import NAMING, TextEnds
-from atlasjax.storage import AnyPath, write_whole
+from atlasjax.storage import AnyPath, hub, write_whole
 from atlasjax.train.errors import ConfigError
 
 FILES = ("tokenizer.json", "tokenizer.model", *NAMING, "vocab.json", "merges.txt")
@@ -53,9 +53,11 @@ def tokenizer_of(source: pathlib.Path, spec: str | None) -> tuple[str, Tokenizer
             reasons.append(str(error))
             continue
         _, _, path = one.partition(":")
+        if path.startswith(hub.SCHEME):
+            hub.local(path, beside=NAMING)
         if spec is None and text.fingerprint == BpeTokenizer(_bytes_as_pairs()).fingerprint:
             return "byte", ByteTokenizer(), json_file  # of a run of bytes that was exported
-        return one, text, storage.expanded(path) if path else None
+        return one, text, storage.fetched(path) if path else None
     raise ConfigError(f"{reasons[0]} Give another one with --tokenizer.")
 
 

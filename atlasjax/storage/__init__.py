@@ -1,5 +1,6 @@
 """Files on a disk or in a store (gs://…), with one way to name, read, write, append and lock them."""
 
+from atlasjax.storage.hub import fetched
 from atlasjax.storage.logs import Log, open_log, read_log
 from atlasjax.storage.paths import (
     AccessError,
@@ -26,6 +27,7 @@ __all__ = [
     "expanded",
     "explained",
     "explaining",
+    "fetched",
     "is_outage",
     "local_path",
     "new_folder",

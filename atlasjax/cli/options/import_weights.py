@@ -14,7 +14,7 @@ class ImportCommand:
     """Options of `atlasjax import`."""
 
     path: tyro.conf.Positional[str]
-    """Folder with config.json and safetensors."""
+    """Folder with config.json and safetensors, or a name on the Hugging Face Hub, such as state-spaces/mamba-130m-hf."""
     run_dir: str
     """Folder of the run to make, which must not exist."""
     tokenizer: str | None = None
@@ -22,6 +22,8 @@ class ImportCommand:
     tokenizer.model beside the weights."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Dtype of activations. None: that of config.json, or else of the weights; float32 for float16."""
+    revision: str | None = None
+    """Branch, tag or commit of a name on the Hub. None: the main branch."""
     trust: tuple[str, ...] = ()
     """Modules of your own parts that a model of this library may name, such as my_parts."""
 
