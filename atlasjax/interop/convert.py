@@ -27,7 +27,7 @@ from atlasjax.interop.files import check_file, read_json
 from atlasjax.interop.manifest import PEER
 from atlasjax.interop.tensors import listed
 from atlasjax.nn import ModelConfig, logical_axes
-from atlasjax.storage import AnyPath, hub, local_path, new_folder, write_whole
+from atlasjax.storage import AnyPath, StoreError, hub, local_path, new_folder, write_whole
 from atlasjax.train import state as state_lib
 from atlasjax.train.checkpoint import Checkpoints, check_path
 from atlasjax.train.config import TrainConfig
@@ -157,7 +157,10 @@ def _source(path: str, revision: str | None) -> tuple[pathlib.Path, tuple[str, .
         return local_path(path), ()
     if not hub.is_name(name):
         raise ConfigError(f"{path!r} is not the name of a repository; it should be OWNER/NAME.")
-    source = hub.snapshot(name, revision, wanted=_WANTED, but=("*/*", "consolidated*"))
+    try:
+        source = hub.snapshot(name, revision, wanted=_WANTED, but=("*/*", "consolidated*"))
+    except StoreError as error:
+        raise type(error)(f"there is no folder {path!r} here, and {error}") from None
     if not any(source.glob("*.safetensors")):
         with contextlib.suppress(OSError):
             there = [file for file in hub.files(name, revision) if file.endswith(tensors.PICKLES)]
@@ -212,7 +215,7 @@ def _of_family(
 def _inert(given: Mapping[str, object]) -> Iterator[str]:
     """A line for people about the fields of a config.json that change nothing."""
     inside = given.get("text_config")
-    fields = given | (inside if isinstance(inside, dict) else {})
+    fields = {**given, **(inside if isinstance(inside, dict) else {})}
     found = sorted(name for name in INERT if fields.get(name) is not None)
     if found:
         yield f"fields of config.json that change nothing here: {listed(found)}"
@@ -273,6 +276,8 @@ def _checked(
         has = f" The files have {listed(unknown)}, which it has not." if unknown else ""
         hints = {hint for pattern, hint in family.older.items() if any(re.fullmatch(pattern, x) for x in unknown)}
         has += "".join(f" {hint}." for hint in hints)
+        if {*missing} == {"lm_head.weight"}:
+            has += " If the embedding is the head, tie_word_embeddings should be true in config.json."
         raise ConfigError(f"{name}: the tensors {listed(dict.fromkeys(missing))} are missing.{has}")
     if unknown:
         raise ConfigError(f"{name} has no tensors {listed(unknown)} in the form that config.json describes.")
@@ -286,7 +291,10 @@ def _checked(
     main = {piece.path: piece.names[0] for piece in found if not piece.copy}
     for piece in found:
         if piece.copy and not _same(folder, piece.names[0], main[piece.path]):
-            raise ConfigError(f"{name}: tensor {piece.names[0]!r} should repeat {main[piece.path]!r}, and does not.")
+            raise ConfigError(
+                f"{name}: tensor {piece.names[0]!r} should repeat {main[piece.path]!r}, and does not. If it is a head of its own, "
+                "tie_word_embeddings should be false in config.json."
+            )
     return found
 
 

@@ -61,7 +61,8 @@ def _export_own(run: AnyPath, loaded: LoadedRun, target: pathlib.Path) -> Conver
     model, params = loaded.config.model, state_lib.pure(nnx.state(loaded.model, nnx.Param))
     with user_errors():
         ends = text_ends(run)
-    own, why, settings = flat(params), "", {}
+    own, why = flat(params), ""
+    settings: Mapping[str, object] = {}
     try:
         family, given = _form_of(model)
     except ConfigError as error:
@@ -169,7 +170,7 @@ def _form_of(model: ModelConfig) -> tuple[Family, dict[str, object]]:
     known = ", ".join(
         f"{name} (or with {' and '.join(sorted(more))})" if more else name for name, more in sorted(others.items())
     )
-    raise ConfigError(f"no public family has mixer {model.mixer!r}; those that can be exported are {known}.")
+    raise ConfigError(f"no public family has mixer {model.mixer!r}; families have {known}.")
 
 
 def _check_form(family: Family, model: ModelConfig, given: Mapping[str, object], sizes: Sizes) -> None:

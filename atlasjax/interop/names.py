@@ -1,7 +1,8 @@
 """Names of tensors in saves of a wrapped model, or of a part of one."""
 
 import collections
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Callable, Collection, Iterable
 
 from atlasjax.interop.table import Piece
 
@@ -27,12 +28,16 @@ def canonical(stored: Iterable[str], pieces: Iterable[Piece]) -> dict[str, str]:
         changes.append(lambda name: name.partition(".")[2])
     heads = {name for name in wanted if name.startswith("lm_head.")}
     for beginning in sorted({name.partition(".")[0] for name in wanted - heads}):
-        changes.append(lambda name, beginning=beginning: name if name in heads else f"{beginning}.{name}")
+        changes.append(functools.partial(_begun, beginning, heads))
     tried = [{name: change(one) for name, one in bare.items()} for change in changes]
     distinct = [names for names in tried if len({*names.values()}) == len(names)]
     best = max(distinct, key=lambda names: len(wanted.intersection(names.values())), default={})
     same = len(wanted.intersection(bare))
     return best if len(wanted.intersection(best.values())) > same else {}
+
+
+def _begun(beginning: str, heads: Collection[str], name: str) -> str:
+    return name if name in heads else f"{beginning}.{name}"
 
 
 def described(renamed: dict[str, str]) -> str:

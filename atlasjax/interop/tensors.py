@@ -113,7 +113,7 @@ class Folder(contextlib.AbstractContextManager):
         there = sorted(x.name for x in self.path.iterdir())
         found = [name for name in there if name.endswith(".safetensors")]
         numbered = [re.fullmatch(r"(.*-)(\d{5})-of-(\d{5})\.safetensors", name) for name in found]
-        parts = {(match[1], match[3]): [] for match in numbered if match}
+        parts: dict[tuple[str, str], list[int]] = {(match[1], match[3]): [] for match in numbered if match}
         for match in filter(None, numbered):
             parts[match[1], match[3]].append(int(match[2]))
         said = f"{str(self.path)!r} has neither {FILE} nor {INDEX}."

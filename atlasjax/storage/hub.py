@@ -125,8 +125,7 @@ def _explained(name: str, revision: str | None) -> Iterator[None]:
         if isinstance(error, OSError) or type(causes[-1]).__module__.partition(".")[0] in _CLIENTS:
             what = "does not give" if isinstance(error, errors.HfHubHTTPError) else "cannot be reached for"
             raise StoreError(
-                f"{constants.ENDPOINT} {what} {which}, and the cache has not all of it ({_line(causes[-1])}); the next "
-                "call goes on from what is there."
+                f"{constants.ENDPOINT} {what} {which} ({_line(causes[-1])}), and the cache does not have all of it."
             ) from None
         raise
 

@@ -132,7 +132,7 @@ def shared_norm(eps, **fields):
     [
         (
             ModelConfig(),
-            r"mixer 'memory'; those that can be exported are deltanet \(or with attention and swa\), .*, mamba, mamba2,",
+            r"mixer 'memory'; families have deltanet \(or with attention and swa\), .*, mamba, mamba2,",
         ),
         (ModelConfig(mixer=("mamba2", "swa")), "no public family has mixer"),
         (ModelConfig(mixer="gla"), "head_norm.shared is False; in this form it is True"),

@@ -104,6 +104,10 @@ def x_x(made):
     [
         ("gated_deltanet with attention", lambda made: made | {"model.layers.1.attn.rotary.inv_freq": rotary(5000, 4)},
          ["rope_theta 100 for 4 channels", "of about 5000"]),
+        ("gated_deltanet", lambda made: {name: x for name, x in made.items() if name != "lm_head.weight"},
+         ["'lm_head.weight' are missing", "tie_word_embeddings should be true"]),
+        ("delta_net", lambda made: made | {"lm_head.weight": made["model.embeddings.weight"] + 1},
+         ["should repeat", "tie_word_embeddings should be false"]),
         ("rwkv7", x_x, ["attn.x_r'", "The files have 'model.layers.0.attn.x_x'", "load the weights with it"]),
         ("gla", lambda made: {f"{name}.x": x for name, x in made.items()}, ["are missing. The files have 'lm_head.weight.x', '"]),
     ],

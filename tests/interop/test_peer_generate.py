@@ -16,7 +16,8 @@ import sentencepiece
 from atlasjax.data.tokenizers import BpeTokenizer, ByteTokenizer, SentencePieceTokenizer
 from atlasjax.generate import SamplingConfig, generate
 from atlasjax.interop import export_weights
-from atlasjax.interop.text_ends import TextEnds
+from atlasjax.interop.export import _ids
+from atlasjax.interop.text_ends import TextEnds, text_ends
 from atlasjax.interop.tokenizer_files import tokenizer_of, write
 from atlasjax.train.load import load_run
 from tests.interop import own_runs
@@ -129,3 +130,26 @@ def test_tokenizers(tmp_path, kind, form):
         assert "⁇" in tokenizer.decode(ids) or theirs.decode(ids) == tokenizer.decode(ids)  # they write "<unk>"
     again = tokenizer_of(tmp_path / "out", None)
     assert again[1].fingerprint == tokenizer.fingerprint
+
+
+def test_a_run_that_started_from_imported_weights(tmp_path):
+    """Its ids are those of the weights, and its tokenizer's files are theirs; in whatever form the model is now."""
+    tokenizer = trained("bpe")
+    run = tmp_path / "run"
+    (run / "tokenizer").mkdir(parents=True)
+    (run / "peer").mkdir()
+    (tmp_path / "out").mkdir()
+    tokenizer.save(run / "tokenizer")
+    whole = tokenizer._tokenizer.to_str()
+    files = {
+        "tokenizer.json": whole,
+        "tokenizer_config.json": json.dumps({"eos_token": "<|endoftext|>", "bos_token": "<s>"}),
+        "chat_template.jinja": "{{ messages }}",
+    }
+    for name, content in files.items():
+        (run / "peer" / name).write_text(content)
+    write(tmp_path / "out", run, tokenizer, text_ends(run))
+    assert {path.name: path.read_text() for path in (tmp_path / "out").iterdir()} == files
+    first = tokenizer.control_tokens["<s>"].id
+    assert _ids(text_ends(run)) == {"bos_token_id": first, "eos_token_id": first + 1, "pad_token_id": None}
+    assert _ids(TextEnds(None, (3, 4), 5)) == {"bos_token_id": None, "eos_token_id": [3, 4], "pad_token_id": 5}
