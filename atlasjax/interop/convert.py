@@ -7,7 +7,6 @@ import json
 import math
 import os
 import pathlib
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal
 
@@ -151,6 +150,9 @@ def import_weights(
 def _source(path: str, revision: str | None) -> tuple[pathlib.Path, tuple[str, ...]]:
     """The folder of weights, and a line for people about a download."""
     name = path.removeprefix(hub.SCHEME)
+    if name != path:  # a URL may have the revision
+        name, _, given = name.partition("@")
+        revision = revision or given or None
     if name == path and (os.path.lexists(path) or not hub.is_name(path)):
         if revision is not None:
             raise ConfigError(f"revision is {revision!r}, but {path!r} is a folder; it should be a name, OWNER/NAME.")
@@ -192,7 +194,9 @@ def _of_family(
     with user_errors():
         model = changed(_model(family, given, folder))
         shapes = _shapes(family.name, model)
-    pieces = table.pieces(family.rows(model), model, {path: x.shape for path, x in flat(shapes).items()})
+    pieces = table.pieces(
+        family.table(model, folder.tensors), model, {path: x.shape for path, x in flat(shapes).items()}
+    )
     renamed = names.canonical(folder.tensors, pieces)
     folder.rename(renamed)
     notes = (*folder.notes, *([names.described(renamed)] if renamed else []), *_inert(given))
@@ -274,8 +278,6 @@ def _checked(
     unknown = [x for x in there if x not in shapes and x not in extra]
     if missing:
         has = f" The files have {listed(unknown)}, which it has not." if unknown else ""
-        hints = {hint for pattern, hint in family.older.items() if any(re.fullmatch(pattern, x) for x in unknown)}
-        has += "".join(f" {hint}." for hint in hints)
         if {*missing} == {"lm_head.weight"}:
             has += " If the embedding is the head, tie_word_embeddings should be true in config.json."
         raise ConfigError(f"{name}: the tensors {listed(dict.fromkeys(missing))} are missing.{has}")

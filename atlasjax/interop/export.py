@@ -103,10 +103,10 @@ def _export_imported(peer: AnyPath, imported: manifest.Manifest, loaded: LoadedR
     given = peer_config(peer)
     _check_form(family, model, given, Sizes(sum(len(content["tensors"]) for content in files.values())))
     params = flat(state_lib.pure(nnx.state(loaded.model, nnx.Param)))
-    pieces = table.pieces(family.rows(model), model, {path: x.shape for path, x in params.items()})
+    stored = [name for content in files.values() for name in content["tensors"]]
+    pieces = table.pieces(family.table(model, stored), model, {path: x.shape for path, x in params.items()})
     shapes, own = table.peer_shapes(pieces), grouped(pieces, lambda piece: piece.names[0])
     first = {name: piece.names[0] for piece in pieces for name in piece.names}
-    stored = [name for content in files.values() for name in content["tensors"]]
     extra = kept.names((renamed.get(name, name) for name in stored), family)
     with kept.opened(peer, extra) as others, new_folder(target) as partial:
         beside = {} if others is None else others.tensors

@@ -274,7 +274,7 @@ class Family:
         unchanged.
       unused: patterns of the names of tensors that older versions have and that change nothing. Kept and exported in the same way.
       generation: fields of generation_config.json for a model that was not imported, besides the ids of tokens.
-      older: pattern of the names of tensors that older versions have in the place of others → what to do.
+      older: pattern of the names of tensors that older versions have in the place of others → the table with them.
     """
 
     name: str
@@ -287,11 +287,19 @@ class Family:
     kept: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     generation: Mapping[str, object] = dataclasses.field(default_factory=dict)
-    older: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    older: Mapping[str, Callable[[list[Row]], list[Row]]] = dataclasses.field(default_factory=dict)
 
     def is_extra(self, name: str) -> bool:
         """Whether a tensor of this name is kept or unused."""
         return name.startswith(self.kept) or any(re.fullmatch(pattern, name) for pattern in self.unused)
+
+    def table(self, config: ModelConfig, names: Iterable[str]) -> list[Row]:
+        """The table for files with tensors of these names."""
+        rows, known = self.rows(config), list(names)
+        for pattern, changed in self.older.items():
+            if any(re.search(pattern, name) for name in known):
+                rows = changed(rows)
+        return rows
 
     def has_layers_of(self, config: ModelConfig) -> bool:
         """Whether our config has layers with these mixers only."""

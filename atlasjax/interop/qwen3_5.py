@@ -107,8 +107,9 @@ def _attention_rows(config: ModelConfig) -> list[Row]:
 
 # Fields that say how, and not what, the language model computes.
 _NEUTRAL = (
-    "attention_dropout", "mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "output_attentions",
-    "output_hidden_states", "tie_word_embeddings",
+    "attention_dropout", "mamba_ssm_dtype", "max_window_layers", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings",
+    "output_attentions",
+    "output_hidden_states", "sliding_window", "tie_word_embeddings",
 )  # fmt: skip
 _NEUTRAL_WHOLE = (
     "image_token_id", "language_model_only", "video_token_id", "vision_config", "vision_end_token_id", "vision_start_token_id",
@@ -127,7 +128,12 @@ def _to_ours(given: Mapping[str, object], sizes: Sizes) -> ModelConfig:
 
 def _language_model(fields: Fields, tied: bool | None, dtype: object = None) -> ModelConfig:
     """tied: of the model around the language model, which decides if it is given. dtype: of that model, if its own is missing."""
-    for name, value in (("hidden_act", "silu"), ("attn_output_gate", True), ("mlp_only_layers", [])):
+    for name, value in (
+        ("hidden_act", "silu"),
+        ("attn_output_gate", True),
+        ("mlp_only_layers", []),
+        ("use_sliding_window", False),
+    ):
         fields.require(name, value)
     own_tied = fields.boolean("tie_word_embeddings", False)
     layers, eps = fields.layers("num_hidden_layers", 32), fields.number("rms_norm_eps", default=1e-6)

@@ -56,6 +56,12 @@ def rows(config: ModelConfig) -> list[Row]:
     ]
 
 
+def _joined_shifts(rows: list[Row]) -> list[Row]:
+    """The table of older versions, which have the six shifts of a layer in one tensor."""
+    others = [row for row in rows if row.ours != "layers.mixer.shift"]
+    return [*others, Row(_ATTN + "x_x", "layers.mixer.shift", "s d -> s d")]
+
+
 _FUSED_EPS, _EPS = 1e-6, 1e-24  # of the removal key: added to its squared length, or the square of the least length
 
 
@@ -158,8 +164,5 @@ RWKV7 = Family(
      "rwkv7.key_eps"),
     unused=(r"model\.layers\.0\.attn\.v_lora\.lora\.(?:0\.weight|2\.weight|2\.bias)",),  # the first layer has no value residual
     generation=GENERATION,
-    older={
-        r"model\.layers\.\d+\.attn\.x_x": "flash-linear-attention splits x_x into x_r, x_w, x_k, x_v, x_a and x_g when it "
-        "loads it: load the weights with it, and save them again",
-    },
+    older={r"\.attn\.x_x$": _joined_shifts},
 )  # fmt: skip

@@ -118,6 +118,7 @@ def test_what_cannot_be_had_is_said_in_one_line(hub, tmp_path, monkeypatch):
     check("hf://a/unknown", "'a/unknown' is neither a path here nor a name on http")
     check("a/pickled", "no safetensors; 'pytorch_model.bin' is a pickle, .*refs/pr/N")
     check("a/pickled", "has no revision 'v2'", revision="v2")
+    check("hf://a/pickled@v3", "has no revision 'v3'")
     check("a/gated", "accept its terms at .*/a/gated")
     check(str(tmp_path / "folder"), "revision is 'v2', but .* is a folder", revision="v2")
     check("a/b/c", "'a/b/c' does not exist")
