@@ -231,6 +231,7 @@ def _plain(
     """Weights in the plain form."""
     with user_errors():
         model = changed(plain.model_of(given, repr(str(folder.path / "config.json"))))
+        plain.check_embedding(folder, model)
         shapes = _shapes(plain.NAME, model)
     plain.check(folder, plain.named(shapes))
     return _Weights(

@@ -45,6 +45,13 @@ def named(tree: PyTree) -> dict[str, PyTree]:
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
+def check_embedding(folder: tensors.Folder, model: ModelConfig) -> None:
+    """Raises ConfigError if the embedding in a folder has other sizes than a model: asked before anything of its size is made."""
+    there, wanted = folder.tensors.get("embedding"), (model.vocab_size, model.dim)
+    if there is not None and there.shape != wanted:
+        raise ConfigError(f"{NAME}: tensor 'embedding' has shape {there.shape}, should be {wanted}.")
+
+
 def check(folder: tensors.Folder, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> None:
     """Raises ConfigError unless a folder has exactly these parameters, each in its shape and dtype."""
     there = folder.tensors
