@@ -115,6 +115,8 @@ def import_weights(
     with user_errors():
         target = local_path(run_dir)
         check_path(target)
+        if os.path.lexists(target):
+            raise ConfigError(f"run_dir is {str(target)!r}, which exists; give a new folder.")
         source, where = _source(os.fspath(path), revision)
     given = peer_config(source)
     for name in (*COPIED, *tokenizer_files.templates(source)):
@@ -128,8 +130,6 @@ def import_weights(
             raise ConfigError(f"the tokenizer {spec!r} has {text.vocab_size} tokens; the model has {model.vocab_size}.")
         with user_errors():  # generation from the run would refuse what is damaged
             ends = text_ends.find(source, definition, model.vocab_size)
-        if os.path.lexists(target):
-            raise ConfigError(f"run_dir is {str(target)!r}, which exists; give a new folder.")
         config = TrainConfig(model=model, data=DataConfig(tokenizer=spec), run_dir=str(target))
         with new_folder(target) as partial:
             text.save(partial / "tokenizer")
