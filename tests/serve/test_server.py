@@ -390,6 +390,7 @@ def test_files_that_are_no_token_and_no_folder(tmp_path, monkeypatch, capsys):
 
 def test_the_variable_of_the_token(tmp_path, monkeypatch, capsys):
     """It is held to what a file is held to, so that no client is refused later."""
+    (tmp_path / "checkpoints").mkdir()
     start = lambda: cli.main(["serve", "--run-dir", str(tmp_path), "--host", "0.0.0.0"])
     for wrong in (" ", "two words", "caf\u00e9"):
         monkeypatch.setenv("ATLASJAX_SERVE_TOKEN", wrong)
@@ -439,6 +440,7 @@ def test_a_template_that_loops_or_errs_keeps_nobody_from_an_answer(tmp_path, mon
 def test_another_server_has_the_memories(tmp_path, capsys):
     """Said before a model is loaded: there is none."""
     (tmp_path / "memories").mkdir(mode=0o700)
+    (tmp_path / "checkpoints").mkdir()
     with locks.take(tmp_path / "memories/lock"):
         assert cli.main(["serve", "--port", "0", "--run-dir", str(tmp_path)]) == 2
     assert (
@@ -448,6 +450,7 @@ def test_another_server_has_the_memories(tmp_path, capsys):
 
 
 def test_more_connections_than_files(tmp_path, capsys):
+    (tmp_path / "checkpoints").mkdir()
     assert cli.main(["serve", "--port", "0", "--run-dir", str(tmp_path), "--connections", str(10**9)]) == 2
     assert "connections is 1000000000; this process may open" in capsys.readouterr().err
 

@@ -15,7 +15,7 @@ from atlasjax.serve.limits import BatchConfig, Limits, MemoryLimits
 from atlasjax.train.errors import ConfigError, user_errors
 from atlasjax.train.runs import checkpoint_folder
 
-TOKEN = "ATLASJAX_SERVETOKEN"
+TOKEN = "ATLASJAX_SERVE_TOKEN"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ class ServeCommand:
     port: int = 8000
     """0: one that is free."""
     token_file: str | None = None
-    """File with the token that clients have to send. None: the variable ATLASJAX_SERVETOKEN, or no token."""
+    """File with the token that clients have to send. None: the variable ATLASJAX_SERVE_TOKEN, or no token."""
     name: str | None = None
     """Name of the model. None: that of the run's folder."""
     batch: Annotated[BatchConfig, tyro.conf.arg(name="")] = dataclasses.field(default_factory=BatchConfig)
