@@ -19,7 +19,7 @@ from atlasjax.config_json import to_dict
 from atlasjax.data.config import DataConfig
 from atlasjax.distributed.mesh import MeshConfig, make_mesh
 from atlasjax.distributed.sharding import parameter_shardings
-from atlasjax.interop import kept, manifest, names, plain, table, tensors, text_ends, tokenizer_files, unused
+from atlasjax.interop import checksums, kept, manifest, names, plain, table, tensors, text_ends, tokenizer_files, unused
 from atlasjax.interop.families import family_of
 from atlasjax.interop.family import INERT, Family, Sizes, given_dtype
 from atlasjax.interop.files import check_file, read_json
@@ -38,7 +38,9 @@ COPIED = (
     "video_preprocessor_config.json", tensors.INDEX,
 )  # fmt: skip
 """Files beside the tensors that are kept with a run and exported unchanged; so are `tokenizer_files.templates`."""
-_WANTED = ("*.json", "*.safetensors", "*.model", "*.jinja", "merges.txt")  # of a repository
+_WANTED = ("*.json", "*.safetensors", checksums.FILE, "*.model", "*.jinja", "merges.txt")  # of a repository
+# What lies in its folders belongs to other models or programs; chat templates may be there.
+_NOT_WANTED = ("*/*.json", "*/*.safetensors", "*/*.model", "*/merges.txt", "consolidated*")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +124,7 @@ def import_weights(
     for name in (*COPIED, *tokenizer_files.templates(source)):
         check_file(source / name)
     with tensors.Folder(source) as folder:
+        checksums.check(source, folder.metadata)
         read = _plain if plain.is_mine(given) else _of_family
         found = read(given, folder, lambda model: model if dtype is None else dataclasses.replace(model, dtype=dtype))
         model = found.model
@@ -160,7 +163,7 @@ def _source(path: str, revision: str | None) -> tuple[pathlib.Path, tuple[str, .
     if not hub.is_name(name):
         raise ConfigError(f"{path!r} is not the name of a repository; it should be OWNER/NAME.")
     try:
-        source = hub.snapshot(name, revision, wanted=_WANTED, but=("*/*", "consolidated*"))
+        source = hub.snapshot(name, revision, wanted=_WANTED, but=_NOT_WANTED)
     except StoreError as error:
         raise type(error)(f"there is no folder {path!r} here, and {error}") from None
     if not any(source.glob("*.safetensors")):
@@ -191,8 +194,14 @@ def _of_family(
 ) -> _Weights:
     """Weights of a public family. changed: what the caller wants otherwise in the config."""
     family = family_of(given)
+    try:
+        model = _model(family, given, folder)
+    except ConfigError:  # it names the field
+        raise
+    except ValueError as error:  # sizes that do not fit together
+        raise ConfigError(f"config.json of {family.name}: {error}") from error
     with user_errors():
-        model = changed(_model(family, given, folder))
+        model = changed(model)
         shapes = _shapes(family.name, model)
     pieces = table.pieces(
         family.table(model, folder.tensors), model, {path: x.shape for path, x in flat(shapes).items()}

@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 from atlasjax import storage
-from atlasjax.interop import kept, manifest, plain, table, tensors, tokenizer_files
+from atlasjax.interop import checksums, kept, manifest, plain, table, tensors, tokenizer_files
 from atlasjax.interop.convert import COPIED, Converted, grouped, peer_config
 from atlasjax.interop.families import FAMILIES
 from atlasjax.interop.family import Family, Sizes
@@ -31,9 +31,10 @@ def export_weights(
     """Writes the model of a run as public weights.
 
     A run that was imported is written in the form that it had: the same files, tensor names and dtypes, config.json and tokenizer;
-    if it was not trained, the same tensors bit for bit. Any other run is written as one file of float32, with its tokenizer, and
-    the ids of the tokens for the beginning and the end of texts and for padding, null where it has none: in the form of a public
-    family if one has its layers, else in the plain form, the names and the config of this library, which `import_weights` reads.
+    if it was not trained, the same tensors bit for bit. Any other run is written as one file of float32, with its checksum, its
+    tokenizer, and the ids of the tokens for the beginning and the end of texts and for padding, null where it has none: in the form
+    of a public family if one has its layers, else in the plain form, the names and the config of this library, which
+    `import_weights` reads.
 
     Args:
       run_dir: the run's folder.
@@ -80,6 +81,7 @@ def _export_own(run: AnyPath, loaded: LoadedRun, target: pathlib.Path) -> Conver
     generation = storage.read_object(run / PEER / "generation_config.json")
     with new_folder(target) as partial:
         tensors.write(partial / tensors.FILE, kinds, make, {"format": "pt"})
+        checksums.save(partial, [tensors.FILE])
         for file, content in (
             ("config.json", given | ids),
             ("generation_config.json", {**settings, **generation, **ids}),

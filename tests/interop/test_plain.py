@@ -1,7 +1,9 @@
 """The plain form: a model that no public family has, as safetensors with the names of our parameters."""
 
 import dataclasses
+import hashlib
 import json
+import shutil
 
 import jax
 import numpy as np
@@ -45,6 +47,26 @@ def test_it_is_read_back_bit_for_bit(exported, capsys):
     files = [{x.name: x.read_bytes() for x in (exported / name).iterdir()} for name in ("out", "out again")]
     assert files[0] == files[1]
     assert files[0].keys() >= {"model.safetensors", "config.json", "generation_config.json", "tokenizer.json"}
+
+
+def test_weights_that_were_damaged_are_refused(exported, tmp_path):
+    """Nothing in a safetensors file says that a number is another one; `sha256sum --check SHA256SUMS` would."""
+    damaged = shutil.copytree(exported / "out", tmp_path / "damaged")
+    content = bytearray((damaged / "model.safetensors").read_bytes())
+    content[-3] ^= 1
+    (damaged / "model.safetensors").write_bytes(content)
+    with pytest.raises(
+        ConfigError, match=r"model\.safetensors' is not the file whose SHA-256 SHA256SUMS has: it is damaged"
+    ):
+        import_weights(damaged, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    (damaged / "SHA256SUMS").write_text("?")
+    with pytest.raises(ConfigError, match="SHA256SUMS' is damaged; each line"):
+        import_weights(damaged, tmp_path / "run")
+    (damaged / "SHA256SUMS").write_text(
+        f"{hashlib.sha256(content).hexdigest()} *model.safetensors\n"
+    )  # as sha256sum -b
+    assert import_weights(damaged, tmp_path / "run").family == "atlasjax"
 
 
 def test_names_are_those_of_the_parameters(exported):
