@@ -247,7 +247,7 @@ def test_a_notebook_in_a_bare_environment(tmp_path, layout):
         "JAX_PLATFORMS": "cpu",
     }  # fmt: skip
     client = nbclient.NotebookClient(
-        notebook, timeout=600, kernel_name="bare", resources={"metadata": {"path": str(working)}}
+        notebook, timeout=600, startup_timeout=300, kernel_name="bare", resources={"metadata": {"path": str(working)}}
     )
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environment.items():
