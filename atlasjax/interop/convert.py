@@ -195,14 +195,12 @@ def _of_family(
     """Weights of a public family. changed: what the caller wants otherwise in the config."""
     family = family_of(given)
     try:
-        model = _model(family, given, folder)
+        model = changed(_model(family, given, folder))
+        shapes = _shapes(family.name, model)
     except ConfigError:  # it names the field
         raise
     except ValueError as error:  # sizes that do not fit together
         raise ConfigError(f"config.json of {family.name}: {error}") from error
-    with user_errors():
-        model = changed(model)
-        shapes = _shapes(family.name, model)
     pieces = table.pieces(
         family.table(model, folder.tensors), model, {path: x.shape for path, x in flat(shapes).items()}
     )

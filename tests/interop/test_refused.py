@@ -86,7 +86,7 @@ CONFIGS = [
     ("mamba2", {"new_gate": 3}, ["'new_gate'", "not known"]),
     ("mamba2", {"state_size": "3"}, ["state_size is '3'", "an integer ≥ 1"]),
     ("mamba2", {"hidden_size": None}, ["hidden_size is missing"]),
-    ("mamba2", {"n_groups": 3}, ["ssm.groups=3 must divide the 4 heads"]),
+    ("mamba2", {"n_groups": 3}, ["config.json of mamba2: ", "ssm.groups=3 must divide the 4 heads"]),
     ("mamba2", {"layer_norm_epsilon": 0}, ["layer_norm_epsilon is 0", "positive"]),
     ("mamba2", {"tie_word_embeddings": 1}, ["tie_word_embeddings is 1", "true or false"]),
     ("mamba2 of mamba_ssm", {"attn_layer_idx": [1]}, ["attn_layer_idx is [1]"]),
