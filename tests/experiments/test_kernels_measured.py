@@ -282,6 +282,7 @@ def naive(operation):
     return module
 
 
+@pytest.mark.slow
 def test_flash_linear_attention_is_asked_for_our_function(monkeypatch):
     """Its kernels need a GPU; its slow references, with the kernels' conventions, stand in their places."""
     pytest.importorskip("torch", reason=NEEDS)

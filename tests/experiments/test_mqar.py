@@ -91,6 +91,7 @@ def test_the_paper_is_tested_at_lengths_of_its_own_between_random_tokens():
 TWO = {"length": 16, "pairs": [2, 4], "lengths": [8, 16], "sizes": [16, 10]}  # each length compiles a step of its own
 
 
+@pytest.mark.slow
 def test_the_loss_is_that_of_the_logits_at_the_queries(monkeypatch):
     """Batches of two lengths, and logits of three queries at a time."""
     recipe = dataclasses.replace(CELLS, **TWO)
@@ -121,6 +122,7 @@ def test_the_loss_is_that_of_the_logits_at_the_queries(monkeypatch):
         np.testing.assert_allclose(a[0], b, atol=2e-3 * float(jnp.abs(b).max()))
 
 
+@pytest.mark.slow
 def test_a_stopped_training_goes_on_from_its_copy(tmp_path, monkeypatch):
     net, runs = language_model(model("gam", 16, 64)), [(0, 1e-2), (1, 1e-2)]
     recipe = dataclasses.replace(CELLS, **TWO)

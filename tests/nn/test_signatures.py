@@ -6,7 +6,8 @@ from flax import nnx
 
 from atlasjax import nn
 
-MODULES = [value for value in map(vars(nn).get, nn.__all__) if inspect.isclass(value) and issubclass(value, nnx.Module)]
+EVERY = [getattr(nn, name) for name in nn.__all__]  # loaded when they are asked for
+MODULES = [value for value in EVERY if inspect.isclass(value) and issubclass(value, nnx.Module)]
 
 
 def test_signatures_tell_the_arguments():
