@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from atlasjax import memory
+from atlasjax import memory, rules
 from atlasjax.memory.softmax import SoftmaxRule
 from atlasjax.memory.softmax.init import init_state
 from tests.marks import each_name, some_slow
-from tests.memory.cases import assert_close
+from tests.memory.cases import assert_close, steps
 from tests.memory.softmax.cases import MATRIX, RULES, make_inputs
 
 EXACT = 1e-9  # two forms of one function in float64
@@ -210,6 +210,28 @@ def test_old_entries_in_float16():
 
     for x in run(q, k, v):  # reads are averages of values, which are ones
         np.testing.assert_allclose(x.astype(jnp.float32), 1.0, atol=5e-3)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float16, 2e-3), (jnp.bfloat16, 4e-2)])
+def test_large_values(dtype, tolerance):
+    """Of 1,000: what an MLP holds of them exceeds the maximum of float16, 65504, and its outputs do not."""
+    rule, (batch, time, heads, dim) = rules.deep_transformer(chunk_size=8), (1, 24, 2, 8)
+    q, k, v = jax.random.normal(jax.random.key(0), (3, batch, time, heads, dim))
+    unit = lambda x: (x / jnp.linalg.norm(x, axis=-1, keepdims=True)).astype(dtype)
+    tokens = unit(q), unit(k), (1000 * v / jnp.abs(v).max()).astype(dtype)
+    params = memory.init_params(rule, jax.random.key(1), num_heads=heads, key_dim=dim, value_dim=dim)
+    gates = memory.suggested_gates(rule, batch_size=batch, time=time, num_heads=heads, key_dim=dim)
+
+    @jax.jit
+    def run(q, k, v):
+        """From a fresh memory; and token by token."""
+        y, _ = memory.scan(rule, params, None, q, k, v, gates)
+        state = memory.init_state(rule, params, batch_size=batch, max_length=time)
+        return y, steps(rule, params, state, q, k, v, gates)[0]
+
+    expected, _ = run(*(x.astype(jnp.float32) for x in tokens))
+    for y in run(*tokens):
+        assert_close(y.astype(jnp.float32), expected, tolerance, what=str(dtype))
 
 
 def test_what_left_the_cache_is_not_read(short_blocks):
