@@ -1,7 +1,8 @@
 """Generates the tables of the pages from the repository: from recorded measurements, tests, and the rules themselves. Also
 what needs the address of the repository (docs/repository.toml).
 
-    python docs/generate.py        # updates the tables between the marks of all pages
+    python docs/generate.py                         # updates the tables between the marks of all pages
+    python docs/generate.py docs/reliability.md     # of one page
 
 A test fails if a page is not up to date. A table is a function in `docs/tables`. Its page names it by the marks
 `<!-- table: NAME -->` before the table and `<!-- end -->` after it.
@@ -53,12 +54,16 @@ def pages() -> list[pathlib.Path]:
     return [path for path in files if _MARKED.search(path.read_text())]
 
 
-def main() -> None:
-    for page in pages():
-        page.write_text(filled(page.read_text()))
-    for path, made in repository.files().items():
+def main(names: list[str]) -> None:
+    """Updates the pages that are named, or all, and the other files that have the address."""
+    known = {str(page.relative_to(ROOT)): page for page in pages()}
+    if unknown := set(names) - set(known):
+        raise SystemExit(f"{sorted(unknown)[0]!r} is no page with tables; those are {', '.join(known)}.")
+    for name in names or known:
+        known[name].write_text(filled(known[name].read_text()))
+    for path, made in ({} if names else repository.files()).items():
         path.write_text(made(path.read_text()))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
