@@ -20,6 +20,12 @@ MOMENTUM = optimizers.Momentum()
 GATED = structures.GatedMLP(expansion=2)
 NORMED = structures.MLP(depth=1, norm=True)
 
+
+def has_any_chunk(rule):
+    """Whether a rule is defined for chunks of more than one token (`fast_weights.clashes`)."""
+    return not (rule.retention.decay_first or rule.optimizer.is_implicit or rule.objective.removes)
+
+
 CASES = {
     "matrix": MemoryRule(structures.Matrix()),
     "matrix_window": MemoryRule(structures.Matrix(), window=4),
@@ -36,6 +42,7 @@ CASES = {
     f"{name} without momentum": rule
     for name, make in rules.REGISTRY.items()
     if isinstance(rule := make(), MemoryRule) and rule.step_bound is not None and not rule.optimizer.has_momentum
+    and has_any_chunk(rule)
 }  # fmt: skip
 SLOW = set(CASES) - {"matrix_window", "omega", "gated"}
 
