@@ -37,7 +37,7 @@ COPIED = (
     "config.json", "generation_config.json", *tokenizer_files.FILES, "preprocessor_config.json", "processor_config.json",
     "video_preprocessor_config.json", tensors.INDEX,
 )  # fmt: skip
-"""Files beside the tensors that are kept with a run and exported unchanged; so are `tokenizer_files.templates`."""
+"""Files beside the tensors that are kept with a run and exported unchanged; so are `tokenizer_files.named_templates`."""
 _WANTED = ("*.json", "*.safetensors", checksums.FILE, "*.model", "*.jinja", "merges.txt")  # of a repository
 # What lies in its folders belongs to other models or programs; chat templates may be there.
 _NOT_WANTED = ("*/*.json", "*/*.safetensors", "*/*.model", "*/merges.txt", "consolidated*")
@@ -121,7 +121,7 @@ def import_weights(
             raise ConfigError(f"run_dir is {str(target)!r}, which exists; give a new folder.")
         source, where = _source(os.fspath(path), revision)
     given = peer_config(source)
-    for name in (*COPIED, *tokenizer_files.templates(source)):
+    for name in (*COPIED, *tokenizer_files.named_templates(source)):
         check_file(source / name)
     with tensors.Folder(source) as folder:
         checksums.check(source, folder.metadata)
@@ -139,7 +139,7 @@ def import_weights(
             if definition is not None and definition.parent != source:
                 tokenizer_files.copy(definition.parent, partial / "tokenizer", text_ends.NAMING)
             write_whole(partial / "config.json", (json.dumps(to_dict(config), indent=2) + "\n").encode())
-            tokenizer_files.copy(source, partial / PEER, (*COPIED, *tokenizer_files.templates(source)))
+            tokenizer_files.copy(source, partial / PEER, (*COPIED, *tokenizer_files.named_templates(source)))
             found.save(partial / PEER)
             params = _placed(found)
             state = state_lib.TrainState(params, None, jax.random.key(config.seed), jnp.zeros((), jnp.int32))

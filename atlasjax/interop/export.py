@@ -131,7 +131,7 @@ def _export_imported(peer: AnyPath, imported: manifest.Manifest, loaded: LoadedR
                 return table.peer_tensor(shape, tensors.DTYPES[kind], own[first[named[name]]], params)
 
             tensors.write(partial / file, kinds, make, content["metadata"])
-        tokenizer_files.copy(peer, partial, (*COPIED, *tokenizer_files.templates(peer)))
+        tokenizer_files.copy(peer, partial, (*COPIED, *tokenizer_files.named_templates(peer)))
     return Converted(family.name, sum(x.size for x in params.values()), len(stored), len(extra))
 
 

@@ -69,11 +69,11 @@ def copy(source: AnyPath, target: pathlib.Path, names: Iterable[str]) -> None:
             write_whole(target / name, (source / name).read_bytes())
 
 
-def templates(folder: AnyPath) -> tuple[str, ...]:
-    """The files of chat templates, those with names of their own included (`serve.templates`)."""
+def named_templates(folder: AnyPath) -> list[str]:
+    """The files of chat templates with names of their own (`serve.templates`), beside those of `NAMING`."""
     more = folder / "additional_chat_templates"
     names = sorted(file.name for file in more.iterdir() if file.name.endswith(".jinja")) if more.is_dir() else []
-    return (*_TEMPLATES, *(f"{more.name}/{name}" for name in names))
+    return [f"{more.name}/{name}" for name in names]
 
 
 def write(folder: pathlib.Path, run: AnyPath, tokenizer: Tokenizer, ends: TextEnds) -> None:
@@ -89,7 +89,7 @@ def write(folder: pathlib.Path, run: AnyPath, tokenizer: Tokenizer, ends: TextEn
     """
     peer, own = run / PEER, run / "tokenizer"
     if _is_of(peer, tokenizer):
-        copy(peer, folder, (*FILES, *templates(peer)))
+        copy(peer, folder, (*FILES, *named_templates(peer)))
         return
     names: dict[int, str]
     if isinstance(tokenizer, SentencePieceTokenizer):
@@ -116,7 +116,7 @@ def write(folder: pathlib.Path, run: AnyPath, tokenizer: Tokenizer, ends: TextEn
         template = storage.read_object(place / "tokenizer_config.json").get("chat_template")
         if template is not None:
             described.setdefault("chat_template", template)
-        copy(place, folder, templates(place))
+        copy(place, folder, (*_TEMPLATES, *named_templates(place)))
     write_whole(folder / "tokenizer_config.json", (json.dumps(described, indent=2) + "\n").encode())
 
 
