@@ -50,10 +50,9 @@ def load_tasks(options: TaskOptions, *, stream: bool) -> LoadedTasks:
     """The tasks with their data, for which no model is needed.
 
     Raises:
-      ConfigError: lm-eval is not installed, a task is unknown, cannot be loaded or asks for what is not served, or an option is out
-        of range.
+      ConfigError: lm-eval is not installed, a task is unknown, cannot be loaded or asks for what is not served, or an option does
+        not go with --stream.
     """
-    options.check()
     if stream and options.window is not None:
         raise ConfigError("--stream reads whole documents, so it takes no --window.")
     if importlib.util.find_spec("lm_eval") is None:
