@@ -13,6 +13,7 @@ import pytest
 
 from atlasjax import cache
 from atlasjax.plan import libtpu
+from tests.tiers import pytest_choose_tiers  # noqa: F401  pytest finds it here
 
 # Outside the clone: a fresh clone's tests then compile only what changed since the last run on this machine. jax's key of a program
 # contains everything that it is compiled from. $JAX_COMPILATION_CACHE_DIR chooses another folder.
