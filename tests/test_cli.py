@@ -26,7 +26,7 @@ from atlasjax.data.tokenizers import ByteTokenizer
 from atlasjax.interop.text_ends import TextEnds
 from atlasjax.nn import LanguageModel, ModelConfig
 from atlasjax.train.errors import CheckpointError, Interrupted
-from atlasjax.train.plot import plot_loss
+from atlasjax.train.reports.plot import plot_loss
 from tests.marks import some_slow
 from tests.train.tiny import TEXT, config
 

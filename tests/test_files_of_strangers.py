@@ -28,8 +28,8 @@ from atlasjax.nn import CachingConfig, LanguageModel, MemoryConfig, ModelConfig
 from atlasjax.serve.memories import Memories
 from atlasjax.storage import tensors
 from atlasjax.train.config import TrainConfig
-from atlasjax.train.metrics import read as read_metrics
-from atlasjax.train.runs import run_config
+from atlasjax.train.reports.metrics import read as read_metrics
+from atlasjax.train.saving.runs import run_config
 
 DEEP = "[" * 50_000 + "]" * 50_000
 DEEPER_THAN_WE_READ = "[" * 150 + "]" * 150  # the parser itself reads this

@@ -22,8 +22,8 @@ from atlasjax.nn import ModelConfig, logical_axes
 from atlasjax.presets import ARCHITECTURES, BACKBONES, preset_names
 from atlasjax.train import OptimizerConfig
 from atlasjax.train import state as state_lib
-from atlasjax.train.checkpoint import Checkpoints
 from atlasjax.train.optimizer import decay_mask, learning_rate, make_optimizer
+from atlasjax.train.saving.checkpoint import Checkpoints
 from atlasjax.train.step import accumulated_gradients, jit_train_step
 from experiments.packing.models import VOCAB, small
 from tests.marks import some_slow

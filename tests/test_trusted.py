@@ -19,11 +19,11 @@ from atlasjax.nn import BranchConfig, MemoryConfig, ModelConfig
 from atlasjax.nn.baselines import RetNetMixer
 from atlasjax.rules import REGISTRY
 from atlasjax.train import state as state_lib
-from atlasjax.train.checkpoint import Checkpoints
 from atlasjax.train.config import OptimizerConfig, TrainConfig, saved_config
 from atlasjax.train.errors import ConfigError
 from atlasjax.train.load import load_run
-from atlasjax.train.runs import run_config
+from atlasjax.train.saving.checkpoint import Checkpoints
+from atlasjax.train.saving.runs import run_config
 
 MODULE = "trust_probe"
 PROBE = """

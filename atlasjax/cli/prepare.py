@@ -11,7 +11,7 @@ from atlasjax.data.files import usable_cores
 from atlasjax.data.manifest import FILE, Manifest
 from atlasjax.data.preparation import Report, prepare
 from atlasjax.train.errors import RunError, user_errors
-from atlasjax.train.progress import duration
+from atlasjax.train.reports.progress import duration
 
 
 def run(command: PrepareCommand) -> None:

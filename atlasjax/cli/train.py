@@ -18,7 +18,7 @@ from atlasjax.train.cores import use_cores
 from atlasjax.train.defaults import default_config
 from atlasjax.train.errors import ConfigError, user_errors
 from atlasjax.train.loop import TrainResult, train
-from atlasjax.train.plot import plot_loss
+from atlasjax.train.reports.plot import plot_loss
 from atlasjax.train.state import merge
 from atlasjax.trusted import own_modules
 

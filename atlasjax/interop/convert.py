@@ -28,9 +28,9 @@ from atlasjax.interop.tensors import listed
 from atlasjax.nn import ModelConfig, logical_axes
 from atlasjax.storage import AnyPath, StoreError, hub, local_path, new_folder, write_whole
 from atlasjax.train import state as state_lib
-from atlasjax.train.checkpoint import Checkpoints, check_path
 from atlasjax.train.config import TrainConfig
 from atlasjax.train.errors import ConfigError, user_errors
+from atlasjax.train.saving.checkpoint import Checkpoints, check_path
 from atlasjax.train.trainable import flat
 
 COPIED = (

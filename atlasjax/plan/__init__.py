@@ -10,14 +10,14 @@ if TYPE_CHECKING:
     from atlasjax.flops import count_flops
     from atlasjax.plan.compiled import Plan
     from atlasjax.plan.training import device_hours, plan_training, suggested_mesh
-    from atlasjax.train.utilization import forward_flops_per_token
+    from atlasjax.train.reports.utilization import forward_flops_per_token
 
 # Loaded on first use: the environment of `libtpu` must be set before jax is imported.
 _HOME = {
     "Plan": "atlasjax.plan.compiled",
     "count_flops": "atlasjax.flops",
     "device_hours": "atlasjax.plan.training",
-    "forward_flops_per_token": "atlasjax.train.utilization",
+    "forward_flops_per_token": "atlasjax.train.reports.utilization",
     "plan_training": "atlasjax.plan.training",
     "suggested_mesh": "atlasjax.plan.training",
 }

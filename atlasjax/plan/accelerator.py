@@ -7,7 +7,7 @@ class Accelerator(NamedTuple):
     """A kind of device.
 
     Attributes:
-      kind: how the kind that jax's devices have begins; a key of `train.utilization.PEAK_FLOPS`.
+      kind: how the kind that jax's devices have begins; a key of `train.reports.utilization.PEAK_FLOPS`.
       memory_gib: GiB of memory per device that programs can use by default.
     """
 

@@ -18,9 +18,9 @@ from atlasjax.train import state as state_lib
 from atlasjax.train.config import TrainConfig
 from atlasjax.train.fits import check_divisible
 from atlasjax.train.optimizer import learning_rate, run_optimizer
+from atlasjax.train.reports.utilization import PEAK_FLOPS, forward_flops_per_token
 from atlasjax.train.step import jit_train_step, train_step
 from atlasjax.train.trainable import trainable_mask
-from atlasjax.train.utilization import PEAK_FLOPS, forward_flops_per_token
 
 UTILIZATION = 0.4  # of the devices' peak, where a plan has to assume one
 

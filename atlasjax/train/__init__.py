@@ -9,7 +9,6 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from atlasjax.train.checkpoint import Checkpoints
     from atlasjax.train.config import OptimizerConfig, TrainConfig
     from atlasjax.train.defaults import default_config
     from atlasjax.train.errors import (
@@ -23,12 +22,15 @@ if TYPE_CHECKING:
     from atlasjax.train.load import load_run
     from atlasjax.train.loop import TrainResult, train
     from atlasjax.train.loss import LossConfig
+    from atlasjax.train.reports import metrics as metrics
+    from atlasjax.train.reports import plot as plot
+    from atlasjax.train.saving.checkpoint import Checkpoints
     from atlasjax.train.state import TrainState
     from atlasjax.train.step import accumulated_gradients, jit_train_step, loss_sums, train_step
 
 # Loaded on first use, so that importing the error classes does not import the data pipeline.
 _HOME = {
-    "Checkpoints": "checkpoint",
+    "Checkpoints": "saving.checkpoint",
     "OptimizerConfig": "config",
     "TrainConfig": "config",
     "default_config": "defaults",
@@ -72,7 +74,12 @@ __all__ = [
 ]
 
 
+_MODULES = {"metrics", "plot"}  # in `reports`; the pages name them as modules of this package
+
+
 def __getattr__(name: str) -> object:
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.reports.{name}")
     if name in _HOME:
         return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

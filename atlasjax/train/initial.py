@@ -8,9 +8,9 @@ from jaxtyping import PyTree
 from atlasjax.config_json import to_dict
 from atlasjax.nn import ModelConfig
 from atlasjax.train import state as state_lib
-from atlasjax.train.checkpoint import Checkpoints, complete_steps
 from atlasjax.train.config import TrainConfig, changes_on_resume, run_folder
-from atlasjax.train.runs import run_config
+from atlasjax.train.saving.checkpoint import Checkpoints, complete_steps
+from atlasjax.train.saving.runs import run_config
 from atlasjax.train.trainable import flat, marked, replaced, select
 
 

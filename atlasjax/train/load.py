@@ -11,10 +11,10 @@ from atlasjax.distributed.sharding import parameter_shardings
 from atlasjax.nn import LanguageModel, logical_axes
 from atlasjax.nn.mixer_check import why_not_decoded
 from atlasjax.train import state as state_lib
-from atlasjax.train.checkpoint import Checkpoints
 from atlasjax.train.config import TrainConfig, saved_config
 from atlasjax.train.errors import ConfigError, user_errors
-from atlasjax.train.runs import checkpoint_folder
+from atlasjax.train.saving.checkpoint import Checkpoints
+from atlasjax.train.saving.runs import checkpoint_folder
 from atlasjax.train.setup import run_tokenizer
 from atlasjax.train.trainable import select, trainable_mask
 

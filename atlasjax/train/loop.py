@@ -19,10 +19,8 @@ from atlasjax.distributed.processes import aborts_explained, initialize, key_val
 from atlasjax.distributed.rendezvous import MissingProcessError
 from atlasjax.distributed.sharding import global_batch
 from atlasjax.evaluate.lm import LanguageModelResult
-from atlasjax.train import compiled_programs, lock, preflight, runtime_errors, saves
+from atlasjax.train import preflight
 from atlasjax.train import setup as setup_lib
-from atlasjax.train.checkpoint import Checkpoints, check_path
-from atlasjax.train.compiled_programs import CompiledPrograms
 from atlasjax.train.config import HELD_OUT, TrainConfig, run_folder
 from atlasjax.train.errors import (
     CheckpointError,
@@ -34,21 +32,25 @@ from atlasjax.train.errors import (
 )
 from atlasjax.train.evaluations import Evaluations
 from atlasjax.train.initial import base_params
-from atlasjax.train.metrics import MetricsWriter
-from atlasjax.train.metrics import read as read_metrics
-from atlasjax.train.plot import plot_loss
-from atlasjax.train.progress import Progress
+from atlasjax.train.reports import runtime_errors
+from atlasjax.train.reports.metrics import MetricsWriter
+from atlasjax.train.reports.metrics import read as read_metrics
+from atlasjax.train.reports.plot import plot_loss
+from atlasjax.train.reports.progress import Progress
+from atlasjax.train.reports.stalls import Stalls
+from atlasjax.train.reports.timing import Timing, seconds, slow_input
+from atlasjax.train.reports.trace import Trace
+from atlasjax.train.reports.utilization import utilization_per_rate
+from atlasjax.train.reports.watch import MemoryWatch
+from atlasjax.train.saving import compiled_programs, lock, saves
+from atlasjax.train.saving.checkpoint import Checkpoints, check_path
+from atlasjax.train.saving.compiled_programs import CompiledPrograms
 from atlasjax.train.setup import Setup
 from atlasjax.train.signals import StopSignals
-from atlasjax.train.stalls import Stalls
 from atlasjax.train.state import TrainState
 from atlasjax.train.step import Metrics, jit_eval_step, jit_train_step
-from atlasjax.train.timing import Timing, seconds, slow_input
-from atlasjax.train.trace import Trace
 from atlasjax.train.trackers import Trackers
 from atlasjax.train.trainable import counted
-from atlasjax.train.utilization import utilization_per_rate
-from atlasjax.train.watch import MemoryWatch
 
 ADVICE = "a lower optimizer.learning_rate, a longer optimizer.warmup_steps, a smaller optimizer.clip_norm, or model.dtype=float32"
 

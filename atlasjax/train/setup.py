@@ -22,12 +22,12 @@ from atlasjax.machine import available_bytes, machine_memory
 from atlasjax.nn.mixer_check import check_own_calls
 from atlasjax.train import fits
 from atlasjax.train import state as state_lib
-from atlasjax.train.checkpoint import Checkpoints, complete_steps
 from atlasjax.train.config import HELD_OUT, TrainConfig, changes_on_resume, run_folder, saved_config
 from atlasjax.train.cores import mesh_of, usable_cpu_devices
 from atlasjax.train.evaluations import evaluation_data
 from atlasjax.train.initial import check_base
 from atlasjax.train.optimizer import check_optimizer, learning_rate, run_optimizer
+from atlasjax.train.saving.checkpoint import Checkpoints, complete_steps
 from atlasjax.train.state import TrainState
 from atlasjax.train.trainable import counted, select, trainable_mask
 

@@ -52,9 +52,9 @@ def measure(case: str, batch: int, length: int, rounds: int, compile_only: bool)
 
     from atlasjax.distributed.sharding import global_batch
     from atlasjax.nn.abstract import count_parameters
+    from atlasjax.train.reports.utilization import utilization_per_rate
     from atlasjax.train.setup import prepare
     from atlasjax.train.step import jit_train_step
-    from atlasjax.train.utilization import utilization_per_rate
 
     config = config_of(case, batch, length)
     setup = prepare(config)

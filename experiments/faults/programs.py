@@ -1,4 +1,4 @@
-"""Damage to the cache of compiled programs: what a run keeps (`train/compiled_programs.py`), and jax's own cache beneath it.
+"""Damage to the cache of compiled programs: what a run keeps (`train/saving/compiled_programs.py`), and jax's own cache beneath it.
 
 A damaged program may never be run: the run compiles again, says so where it is its own cache, and its parameters stay the same.
 """

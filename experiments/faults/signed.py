@@ -10,7 +10,7 @@ import numpy as np
 import safetensors
 
 from atlasjax.storage import tensors
-from atlasjax.train import integrity
+from atlasjax.train.saving import integrity
 
 Change = Callable[[Any], Any]
 

@@ -109,7 +109,8 @@ def train_config(model: str, recipe: Recipe, runs: pathlib.Path) -> Any:
 def run_model(model: str, recipe: Recipe, runs: pathlib.Path) -> dict[str, Any]:
     """Trains one model, or resumes its training, and returns its row of the table."""
     from atlasjax.nn import count_parameters
-    from atlasjax.train import metrics, train
+    from atlasjax.train import train
+    from atlasjax.train.reports import metrics
 
     config = train_config(model, recipe, runs)
     result = train(config)

@@ -20,7 +20,7 @@ from atlasjax.nn import (
 )
 from atlasjax.train import TrainConfig
 from atlasjax.train import state as state_lib
-from atlasjax.train.checkpoint import Checkpoints
+from atlasjax.train.saving.checkpoint import Checkpoints
 from atlasjax.train.trainable import flat, nested
 
 _SIZES = {"vocab_size": 257, "dim": 32, "num_layers": 2, "mlp_dim": 48, "tie_embeddings": False, "dtype": "float32"}

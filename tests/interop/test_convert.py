@@ -17,7 +17,7 @@ from atlasjax.nn import AttentionConfig, HeadNormConfig, ModelConfig, SSMConfig
 from atlasjax.presets import get_preset
 from atlasjax.train.errors import ConfigError
 from atlasjax.train.load import load_run
-from atlasjax.train.runs import run_config
+from atlasjax.train.saving.runs import run_config
 from tests.interop import peers
 from tests.marks import if_slow, some_slow
 from tests.train.tiny import TEXT

@@ -16,7 +16,7 @@ from atlasjax.interop import export_weights, import_weights
 from atlasjax.nn import AttentionConfig, CachingConfig
 from atlasjax.train.errors import ConfigError
 from atlasjax.train.load import load_run
-from atlasjax.train.runs import run_config
+from atlasjax.train.saving.runs import run_config
 from tests.interop import own_runs
 from tests.marks import some_slow
 

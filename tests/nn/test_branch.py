@@ -11,8 +11,8 @@ from flax import nnx
 from atlasjax.nn import AttentionConfig, BranchConfig, CachingConfig, MemoryConfig, ModelConfig, RWKV7Config, SSMConfig
 from atlasjax.nn.stack import Layer
 from atlasjax.train import state as state_lib
+from atlasjax.train.reports.watch import MemoryWatch, what_helps
 from atlasjax.train.trainable import flat, marked, replaced, select
-from atlasjax.train.watch import MemoryWatch, what_helps
 from tests.marks import some_slow
 from tests.memory.cases import assert_close
 

@@ -3,7 +3,7 @@
 import sys
 
 from atlasjax.storage import lease
-from atlasjax.train import checkpoint, saves
+from atlasjax.train.saving import checkpoint, saves
 from tests.train import child
 
 if __name__ == "__main__":

@@ -15,19 +15,11 @@ from atlasjax.config_json import to_dict
 from atlasjax.data import DataConfig
 from atlasjax.distributed import MeshConfig, ProcessConfig
 from atlasjax.storage import lease
-from atlasjax.train import (
-    ConfigError,
-    OptimizerConfig,
-    TrainConfig,
-    checkpoint,
-    compiled_programs,
-    load_run,
-    metrics,
-    saves,
-    train,
-)
+from atlasjax.train import ConfigError, OptimizerConfig, TrainConfig, load_run, train
 from atlasjax.train.errors import SaveError
-from atlasjax.train.plot import plot_loss
+from atlasjax.train.reports import metrics
+from atlasjax.train.reports.plot import plot_loss
+from atlasjax.train.saving import checkpoint, compiled_programs, saves
 from tests.distributed.test_processes import coordinator
 from tests.storage.server import BUCKET, Fault
 from tests.train.test_compiled_programs import STEP, compilations, keep_all  # noqa: F401

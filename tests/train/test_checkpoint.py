@@ -17,11 +17,12 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from atlasjax.distributed import MeshConfig, make_mesh
-from atlasjax.train import CheckpointError, Checkpoints, ConfigError, NonFiniteError, TrainState, checkpoint, integrity
-from atlasjax.train.checkpoint import check_path
+from atlasjax.train import CheckpointError, Checkpoints, ConfigError, NonFiniteError, TrainState
 from atlasjax.train.errors import RunError, SaveError
-from atlasjax.train.quiet import root_cause
-from atlasjax.train.runtime_errors import explained
+from atlasjax.train.reports.runtime_errors import explained
+from atlasjax.train.saving import checkpoint, integrity
+from atlasjax.train.saving.checkpoint import check_path
+from atlasjax.train.saving.quiet import root_cause
 from tests.marks import some_slow
 from tests.train.tiny import child
 

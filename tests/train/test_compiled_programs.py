@@ -12,7 +12,8 @@ import pytest
 from atlasjax import storage
 from atlasjax.config_json import to_dict
 from atlasjax.distributed import MeshConfig, ProcessConfig
-from atlasjax.train import OptimizerConfig, compiled_programs, runs, train
+from atlasjax.train import OptimizerConfig, train
+from atlasjax.train.saving import compiled_programs, runs
 from tests.distributed.test_processes import coordinator
 from tests.train.tiny import child, config, finish, train_losses
 

@@ -13,10 +13,11 @@ import pytest
 from atlasjax import cli
 from atlasjax.data import DataConfig
 from atlasjax.distributed import MeshConfig, make_mesh
-from atlasjax.train import ConfigError, OptimizerConfig, TrainConfig, load_run, metrics, train
+from atlasjax.train import ConfigError, OptimizerConfig, TrainConfig, load_run, train
 from atlasjax.train import state as state_lib
 from atlasjax.train.config import parse_sets
 from atlasjax.train.evaluations import text_data
+from atlasjax.train.reports import metrics
 from atlasjax.train.setup import prepare
 from atlasjax.train.step import averaged
 from atlasjax.train.trainable import flat

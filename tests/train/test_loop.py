@@ -15,20 +15,11 @@ from atlasjax.config_json import to_dict
 from atlasjax.data import DataConfig
 from atlasjax.data.tokenizers import BpeTokenizer, ByteTokenizer, make_tokenizer
 from atlasjax.distributed import MeshConfig
-from atlasjax.train import (
-    Checkpoints,
-    ConfigError,
-    Interrupted,
-    NonFiniteError,
-    OptimizerConfig,
-    load_run,
-    lock,
-    loop,
-    metrics,
-    train,
-)
+from atlasjax.train import Checkpoints, ConfigError, Interrupted, NonFiniteError, OptimizerConfig, load_run, loop, train
 from atlasjax.train import setup as setup_lib
-from atlasjax.train.progress import Progress
+from atlasjax.train.reports import metrics
+from atlasjax.train.reports.progress import Progress
+from atlasjax.train.saving import lock
 from atlasjax.train.setup import run_tokenizer
 from atlasjax.train.signals import StopSignals
 from tests.marks import some_slow

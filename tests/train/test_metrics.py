@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from atlasjax.train import metrics
+from atlasjax.train.reports import metrics
 
 
 def write(folder, steps, after_step=0):

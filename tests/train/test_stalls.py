@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from atlasjax.train.stalls import WAITING, Report, Stalls, late
+from atlasjax.train.reports.stalls import WAITING, Report, Stalls, late
 
 IDLE = Report(7, WAITING, 80.0, 0.0)
 READING = Report(7, "reading its batch", 75.0, 0.0)

@@ -8,8 +8,8 @@ import jax
 import pytest
 
 from atlasjax.train import default_config
-from atlasjax.train.timing import Timing, slow_input
-from atlasjax.train.utilization import forward_flops_per_token, peak_flops, utilization_per_rate
+from atlasjax.train.reports.timing import Timing, slow_input
+from atlasjax.train.reports.utilization import forward_flops_per_token, peak_flops, utilization_per_rate
 from tests.train.tiny import config
 
 

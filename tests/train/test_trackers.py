@@ -8,7 +8,7 @@ import pytest
 from atlasjax.config_json import from_dict, to_dict
 from atlasjax.nn import ModelConfig
 from atlasjax.train import ConfigError, RunError, TrainConfig
-from atlasjax.train.metrics import MetricsWriter, read
+from atlasjax.train.reports.metrics import MetricsWriter, read
 from atlasjax.train.trackers import Trackers
 
 

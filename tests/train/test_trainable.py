@@ -15,8 +15,9 @@ from atlasjax import cli
 from atlasjax.cli.train import TrainCommand, _with_branch
 from atlasjax.nn import AttentionConfig, BranchConfig, CachingConfig, MemoryConfig
 from atlasjax.presets import get_preset
-from atlasjax.train import ConfigError, OptimizerConfig, TrainConfig, metrics, train
+from atlasjax.train import ConfigError, OptimizerConfig, TrainConfig, train
 from atlasjax.train import state as state_lib
+from atlasjax.train.reports import metrics
 from atlasjax.train.setup import prepare
 from atlasjax.train.trainable import counted, flat, marked, replaced, select, trainable_mask
 from tests.train.tiny import MODEL, config, train_losses

@@ -13,12 +13,13 @@ from atlasjax import memory
 from atlasjax.distributed import MeshConfig, global_batch, make_mesh
 from atlasjax.nn import AttentionConfig, MemoryConfig
 from atlasjax.nn.caching import CachingConfig
-from atlasjax.train import NonFiniteError, OptimizerConfig, TrainConfig, jit_train_step, loop, metrics, train
+from atlasjax.train import NonFiniteError, OptimizerConfig, TrainConfig, jit_train_step, loop, train
 from atlasjax.train import state as state_lib
 from atlasjax.train import step as step_lib
 from atlasjax.train.config import changes_on_resume
 from atlasjax.train.optimizer import make_optimizer
-from atlasjax.train.watch import MemoryWatch, what_helps
+from atlasjax.train.reports import metrics
+from atlasjax.train.reports.watch import MemoryWatch, what_helps
 from tests.memory.own_family import MovingSum
 from tests.train.test_step import QUICK, make_batch, params_of
 from tests.train.tiny import MODEL, config

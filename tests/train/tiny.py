@@ -61,7 +61,7 @@ def finish(process: subprocess.Popen) -> subprocess.CompletedProcess:
 
 
 def train_losses(run_dir: str | pathlib.Path) -> list[tuple[int, float]]:
-    from atlasjax.train import metrics
+    from atlasjax.train.reports import metrics
 
     records = metrics.read(pathlib.Path(run_dir) / "metrics.jsonl")
     return [(record["step"], record["loss"]) for record in records if record["kind"] == "train"]

@@ -12,7 +12,7 @@ from atlasjax.cli.parsing import parse
 from atlasjax.data.files import check_there
 from atlasjax.data.text import Errors
 from atlasjax.train.errors import ConfigError, user_errors
-from atlasjax.train.runs import checkpoint_folder
+from atlasjax.train.saving.runs import checkpoint_folder
 
 if TYPE_CHECKING:
     from atlasjax.evaluate.long_context import Plan

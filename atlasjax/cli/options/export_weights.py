@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import tyro
 
 from atlasjax.cli.parsing import parse
-from atlasjax.train.runs import checkpoint_folder
+from atlasjax.train.saving.runs import checkpoint_folder
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ from atlasjax import storage
 from atlasjax.cli.parsing import parse
 from atlasjax.generate.sampling import SamplingConfig
 from atlasjax.train.errors import ConfigError, user_errors
-from atlasjax.train.runs import checkpoint_folder
+from atlasjax.train.saving.runs import checkpoint_folder
 
 
 @dataclasses.dataclass(frozen=True)

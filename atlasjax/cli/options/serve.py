@@ -13,7 +13,7 @@ from atlasjax import storage
 from atlasjax.cli.parsing import parse
 from atlasjax.serve.limits import BatchConfig, Limits, MemoryLimits
 from atlasjax.train.errors import ConfigError, user_errors
-from atlasjax.train.runs import checkpoint_folder
+from atlasjax.train.saving.runs import checkpoint_folder
 
 TOKEN = "ATLASJAX_SERVE_TOKEN"
 

@@ -13,7 +13,7 @@ from atlasjax.data.files import check_there
 from atlasjax.train.config import TrainConfig
 from atlasjax.train.defaults import default_config
 from atlasjax.train.errors import ConfigError, user_errors
-from atlasjax.train.runs import run_config
+from atlasjax.train.saving.runs import run_config
 
 _DESCRIPTION = """Trains a language model, or continues training the one in --run-dir.
 

@@ -29,7 +29,8 @@ def run_config(run_dir: str | storage.AnyPath) -> TrainConfig | None:
         folder, file = run_folder(run_dir) / "checkpoints", run_folder(run_dir) / "config.json"
         there = folder.is_dir()
     if there:
-        from atlasjax.train.checkpoint import Checkpoints  # with Flax and Optax, which take as long to import as jax
+        # Here, because Flax and Optax come with it, which take as long to import as jax.
+        from atlasjax.train.saving.checkpoint import Checkpoints
 
         with Checkpoints(folder, clean=False) as checkpoints:
             saved = checkpoints.newest_config()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from atlasjax.distributed.processes import KeyValueStore
-from atlasjax.train.timing import seconds
+from atlasjax.train.reports.timing import seconds
 
 _PREFIX = "atlasjax/progress/"
 _REPORTS = 6  # of each process in the time after which one is named; that time is doubled each time

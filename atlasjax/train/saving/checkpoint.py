@@ -20,12 +20,12 @@ import jax
 from jaxtyping import PyTree
 
 from atlasjax import json_text, storage
-from atlasjax.train import integrity
 from atlasjax.train.errors import CheckpointError, ConfigError, NonFiniteError, ProcessDiedError, SaveError
-from atlasjax.train.quiet import join_writers, no_leftovers, quiet, root_cause
-from atlasjax.train.saves import agreed_cause, agreed_done
+from atlasjax.train.saving import integrity
+from atlasjax.train.saving.quiet import join_writers, no_leftovers, quiet, root_cause
+from atlasjax.train.saving.saves import agreed_cause, agreed_done
+from atlasjax.train.saving.step_folders import StepFolders
 from atlasjax.train.state import TrainState
-from atlasjax.train.step_folders import StepFolders
 from atlasjax.train.trainable import replaced
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ import io
 from typing import TYPE_CHECKING, Any
 
 from atlasjax import storage
-from atlasjax.train import metrics
+from atlasjax.train.reports import metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

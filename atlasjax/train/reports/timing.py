@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
-from atlasjax.train.progress import duration
+from atlasjax.train.reports.progress import duration
 
 _SLOW = 0.1  # a process is named if it waits for its input for more than this fraction of a step
 _TIMES = 3.0  # and more than this many times as long as the median process

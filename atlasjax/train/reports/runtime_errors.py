@@ -7,8 +7,8 @@ import jax
 
 from atlasjax import storage
 from atlasjax.distributed.processes import lost_process
-from atlasjax.train.checkpoint import complete_steps
 from atlasjax.train.errors import ProcessDiedError, RunError, SaveError
+from atlasjax.train.saving.checkpoint import complete_steps
 
 
 @contextlib.contextmanager
