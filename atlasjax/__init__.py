@@ -11,9 +11,7 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     """Modules are imported at first use, so that `import atlasjax` costs nothing and `atlasjax.memory` what jax costs."""
     if name == "trust":
-        from atlasjax.trusted import trust
-
-        return trust
+        return importlib.import_module("atlasjax.trusted").trust
     if not name.startswith("_") and importlib.util.find_spec(f"atlasjax.{name}") is not None:
         return importlib.import_module(f"atlasjax.{name}")
     raise AttributeError(f"module 'atlasjax' has no attribute {name!r}")

@@ -9,7 +9,7 @@ A Table 7 gives the number of layers, the width and the number of heads, but nei
 tied, and mixers differ in their number of parameters. Here the head is tied at 340M and 760M, and untied at 170M and 1.3B. The
 width of SwiGLU (or the number of layers in models without a feed-forward network) is chosen so that the number of parameters is as
 close as possible to the name of the size. So all architectures of one size have the same number of parameters
-(`count_parameters`), up to one step of that width. The vocabulary is the paper's, 32,000.
+(`nn.count_parameters`), up to one step of that width. The vocabulary is the paper's, 32,000.
 
 The papers do not specify the following, so it is chosen here: attention windows of 2,048 tokens and MAC segments of 512 (64 and 64
 in tiny models), 16 persistent tokens (4), and 4,096 learned positions (512) in models that have them.
@@ -27,7 +27,7 @@ import pathlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from atlasjax import json_text, rules
+from atlasjax import json_text, nn, rules
 from atlasjax.names import lookup, name_of, resolve, takes
 from atlasjax.nn.caching_config import CachingConfig
 from atlasjax.nn.config import (
@@ -315,18 +315,16 @@ def _fit(fields: dict[str, Any], size: Size) -> ModelConfig:
     Raises:
       ValueError: the narrowest feed-forward network is too wide.
     """
-    from atlasjax.nn.abstract import count_parameters  # with Flax, which a preset of the table does without
-
     if size.parameters is None:
         return ModelConfig(**fields)
     if fields.get("ffn") == "none":
-        counts = [count_parameters(ModelConfig(**{**fields, "num_layers": layers})) for layers in (1, 2)]
+        counts = [nn.count_parameters(ModelConfig(**{**fields, "num_layers": layers})) for layers in (1, 2)]
         layers = 1 + round((size.parameters - counts[0]) / (counts[1] - counts[0]))
         return ModelConfig(**{**fields, "num_layers": max(1, layers)})
     least = ModelConfig(**fields, mlp_dim=size.width_step)
     per_column = 2 * least.dim + 1 if least.ffn == "gelu" else 3 * least.dim
     per_step = per_column * least.num_layers * size.width_step
-    count = count_parameters(least)
+    count = nn.count_parameters(least)
     steps = 1 + round((size.parameters - count) / per_step)
     if steps < 1:
         rule = f" and rule {least.memory.rule!r}" if has_memory(least) else ""
@@ -415,11 +413,9 @@ def model_around(part: str | Callable[..., object], size: str = "tiny") -> Model
     Raises:
       ValueError: no such rule, mixer or size; the message suggests the nearest name. Or the part alone has too many parameters.
     """
-    from atlasjax.nn.mixers import MIXERS
-
     name, kind = name_of("model_around: part", part), "rule or mixer"
     lookup("size", size, SIZES)
-    is_mixer = takes(resolve(kind, name, {**rules.REGISTRY, **MIXERS}), "rngs")
+    is_mixer = takes(resolve(kind, name, {**rules.REGISTRY, **nn.MIXERS}), "rngs")
     changes = {"mixer": name} if is_mixer else {"mixer": "memory", "memory": name}
     if name in BACKBONES.values():
         changes["memory"] = "atlas"
@@ -464,10 +460,8 @@ def describe(config: ModelConfig, *, length: int | None = None) -> dict[str, int
     Raises:
       ValueError: length is None and a mixer requires it.
     """
-    from atlasjax.nn.abstract import count_parameters, state_bytes
-
     return {
-        "parameters": count_parameters(config),
-        "non_embedding_parameters": count_parameters(config, embeddings=False),
-        "state_bytes_per_sequence": state_bytes(config, length=length),
+        "parameters": nn.count_parameters(config),
+        "non_embedding_parameters": nn.count_parameters(config, embeddings=False),
+        "state_bytes_per_sequence": nn.state_bytes(config, length=length),
     }

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from atlasjax.nn.abstract import abstract_model, count_parameters, logical_axes, state_bytes
     from atlasjax.nn.attention import AttentionHeads, AttentionMixer, SlidingWindowMixer
-    from atlasjax.nn.branch import BranchConfig
     from atlasjax.nn.caching_config import CachingConfig
     from atlasjax.nn.config import (
         AttentionConfig,
         BlockAttentionConfig,
         BlockRecurrenceConfig,
+        BranchConfig,
         ElasticConfig,
         GAMConfig,
         GatedDeltaNetConfig,
@@ -43,7 +43,7 @@ _HOME = {
     "AttentionHeads": "attention",
     "AttentionMixer": "attention",
     "SlidingWindowMixer": "attention",
-    "BranchConfig": "branch",
+    "BranchConfig": "config",
     "CachingConfig": "caching_config",
     "AttentionConfig": "config",
     "BlockAttentionConfig": "config",

@@ -1,4 +1,7 @@
-"""Model configs: frozen dataclasses that are validated on construction and can be written as JSON."""
+"""Model configs: frozen dataclasses that are validated on construction and can be written as JSON; and the names of the mixers.
+
+Nothing here imports Flax, which takes as long as jax: a command line with an error is answered before it.
+"""
 
 import dataclasses
 from typing import Literal
@@ -10,113 +13,111 @@ from atlasjax.mixers.gam import GAMConfig
 from atlasjax.mixers.infini import InfiniConfig
 from atlasjax.mixers.melodi import MelodiConfig
 from atlasjax.mixers.memorizing import MemorizingConfig
-from atlasjax.names import name_of, options_text
+from atlasjax.names import name_of, options_text, resolve
 from atlasjax.nn.attention_config import AttentionConfig, AttentionSizes
-from atlasjax.nn.branch import BranchConfig, resolve_mixer
 from atlasjax.nn.caching_config import CachingConfig
 from atlasjax.nn.memory_config import MemoryConfig
+from atlasjax.nn.recurrent_config import GatedDeltaNetConfig, HeadNormConfig, RWKV7Config, SSMConfig
+
+# The library's mixers: name in a config → class. By its name and not by an import, because the classes take the configs below.
+# `atlasjax.nn.mixers.MIXERS` has the classes themselves.
+MIXER_NAMES = {
+    "memory": "atlasjax.nn.memory_mixer:MemoryMixer",
+    "mac": "atlasjax.nn.hybrids.mac:MACMixer",
+    "mag": "atlasjax.nn.hybrids.mag:MAGMixer",
+    "mal": "atlasjax.nn.hybrids.mal:MALMixer",
+    "attention": "atlasjax.nn.attention:AttentionMixer",
+    "swa": "atlasjax.nn.attention:SlidingWindowMixer",
+    "block_attention": "atlasjax.nn.elastic:BlockMixer",
+    "elastic": "atlasjax.nn.elastic:ElasticMixer",
+    "memorizing": "atlasjax.nn.baselines.memorizing:MemorizingMixer",
+    "infini": "atlasjax.nn.baselines.infini:InfiniMixer",
+    "melodi": "atlasjax.nn.baselines.melodi:MelodiMixer",
+    "block_recurrence": "atlasjax.nn.baselines.block_recurrence:BlockRecurrenceMixer",
+    "mamba": "atlasjax.nn.baselines.mamba:MambaMixer",
+    "mamba2": "atlasjax.nn.baselines.mamba2:Mamba2Mixer",
+    "retnet": "atlasjax.nn.baselines.retnet:RetNetMixer",
+    "gla": "atlasjax.nn.baselines.gla:GLAMixer",
+    "deltanet": "atlasjax.nn.baselines.deltanet:DeltaNetMixer",
+    "gated_deltanet": "atlasjax.nn.baselines.gated_deltanet:GatedDeltaNetMixer",
+    "rwkv7": "atlasjax.nn.baselines.rwkv7:RWKV7Mixer",
+    "longhorn": "atlasjax.nn.baselines.longhorn:LonghornMixer",
+    "log_linear": "atlasjax.nn.baselines.log_linear:LogLinearMixer",
+    "log_linear_plus_plus": "atlasjax.nn.baselines.log_linear:LogLinearPlusPlusMixer",
+    "log_linear_mamba2": "atlasjax.nn.baselines.log_linear:LogLinearMamba2Mixer",
+    "gam": "atlasjax.nn.gam:GAMMixer",
+}
 
 
-@dataclasses.dataclass(frozen=True)
-class SSMConfig:
-    """State space models: Mamba, Mamba-2 and Longhorn.
-
-    Attributes:
-      state_dim: state size per channel.
-      expand: ratio of the inner width to the width of the residual stream.
-      head_dim: channels per head (Mamba-2). Must divide the inner width.
-      dt_rank: rank of the step-size projection (Mamba, Longhorn). None: dim / 16, rounded up.
-      groups: number of groups of heads, each with its own B and C and its own mean square in the norm (Mamba-2). Must divide the
-        number of heads.
-
-    Raises:
-      ValueError: a field is less than one.
-    """
-
-    state_dim: int = 16
-    expand: int = 2
-    head_dim: int = 64
-    dt_rank: int | None = None
-    groups: int = 1
-
-    def __post_init__(self) -> None:
-        sizes = ("state_dim", "expand", "head_dim", "dt_rank", "groups")
-        check.integers(self, dict.fromkeys(sizes, 1), ("dt_rank",))
-
-
-@dataclasses.dataclass(frozen=True)
-class HeadNormConfig:
-    """The norm of the heads' outputs in the recurrent mixers with heads: RetNet, GLA, DeltaNet and Gated DeltaNet.
-
-    Attributes:
-      shared: whether all heads have the same scale [value_dim], as in flash-linear-attention, instead of one for each head.
-      eps: added to the mean square, > 0. None: the model's norm_eps. Where queries are scaled by head_dim^{−1/2}, as in
-        flash-linear-attention, the same function without that factor has an eps that is head_dim times as large.
+def _check_own(owner: str, mixers: tuple[str, ...], options: str, given: object) -> None:
+    """Imports the mixers that are named "package.module:Class", so that a mistake is an error here and not when a model is built.
 
     Raises:
-      ValueError: a field is out of range.
+      ValueError: as `names.resolve`, unless the class is one of the library's; or there are options and no such mixer.
     """
-
-    shared: bool = False
-    eps: float | None = None
-
-    def __post_init__(self) -> None:
-        check.boolean("HeadNormConfig", "shared", self.shared)
-        check.number("HeadNormConfig", "eps", self.eps, above=0, optional=True)
+    own = [name for name in mixers if ":" in name]
+    for name in own:
+        if name not in MIXER_NAMES.values():
+            resolve("mixer", name, {})
+    if options != "{}" and not own:
+        raise ValueError(
+            f"{owner}: mixer_options={options} are for a mixer of your own, named 'package.module:Class'; mixer is {given!r}."
+        )
 
 
 @dataclasses.dataclass(frozen=True)
-class GatedDeltaNetConfig:
-    """Gated DeltaNet (mixer "gated_deltanet").
+class BranchConfig:
+    """A second mixer in every layer, beside the first one: the layer adds mixer(x) + λ ⊙ branch(x), with a learned λ [dim] that is
+    initially 0 (ReZero, Bachlechner et al. 2021). A trained model to which it is added starts with the same outputs.
 
     Attributes:
-      negative_eigenvalues: whether β is 2 σ(x W_β) instead of σ(x W_β), so that a write may reverse what is stored under a key
-        (Grazzi et al. 2025).
-      value_heads: number of heads of values, each with its own memory and gates: a multiple of num_heads, the number of heads of
-        queries and keys, which consecutive heads of values share. None: num_heads.
+      mixer: a name in `atlasjax.nn.mixers.MIXERS`, or "package.module:Class", or the class.
+      mixer_options: keyword arguments for your own mixer, a JSON object as text. A dictionary is converted to text.
+      memory: the memory of a branch "memory", "mac", "mag" or "mal".
+      attention: the attention of a branch that has it, such as "swa". Nothing is taken over from the model's.
+      num_heads: number of heads. None: the model's.
+      head_dim: size of the queries and keys of a head. None: the model's.
+      value_expansion: how many times as wide as the keys the values are. None: as the model's.
 
-    Raises:
-      ValueError: a field is out of range.
-    """
-
-    value_heads: int | None = None
-    negative_eigenvalues: bool = False
-
-    def __post_init__(self) -> None:
-        check.integers(self, {"value_heads": 1}, ("value_heads",))
-        check.boolean("GatedDeltaNetConfig", "negative_eigenvalues", self.negative_eigenvalues)
-
-
-@dataclasses.dataclass(frozen=True)
-class RWKV7Config:
-    """RWKV-7's time mixing (mixer "rwkv7").
-
-    Attributes:
-      value_residual: whether each layer mixes its values with those of the first layer, v + σ(x_v A B + b) ⊙ (v_first − v), as
-        published. The first layer of the model must have this mixer; its own A, B and b have no effect.
-      decay_rank, rate_rank, gate_rank, value_rank: ranks of the low-rank products for decay, removal rate, output gate and value
-        residual, ≥ 1. None: 2.5, 2.5, 5 and 1.7 times √dim (all but the gate's also times head_dim / 64), as a multiple of 32.
-      norm_eps: added to the variance in the norm of the heads' outputs, times head_dim; > 0.
-      key_eps: added to the squared length of the removal key, > 0. 1e-24 is max(‖κ‖, 1e-12) in float32.
+    Other settings, such as `conv_width` and `norm_eps`, are the model's.
 
     Raises:
       ValueError: a field is out of range.
     """
 
-    value_residual: bool = False
-    decay_rank: int | None = None
-    rate_rank: int | None = None
-    gate_rank: int | None = None
-    value_rank: int | None = None
-    norm_eps: float = 1e-5
-    key_eps: float = 1e-6
+    mixer: str = "memory"
+    mixer_options: str = "{}"
+    memory: MemoryConfig = MemoryConfig()
+    attention: AttentionConfig = AttentionConfig()
+    num_heads: int | None = None
+    head_dim: int | None = None
+    value_expansion: int | None = None
 
     def __post_init__(self) -> None:
-        check.boolean("RWKV7Config", "value_residual", self.value_residual)
-        ranks = ("decay_rank", "rate_rank", "gate_rank", "value_rank")
-        check.integers(self, dict.fromkeys(ranks, 1), ranks)
-        for name in ("norm_eps", "key_eps"):
-            check.number("RWKV7Config", name, getattr(self, name), above=0)
+        object.__setattr__(self, "mixer", name_of("BranchConfig: mixer", self.mixer))
+        object.__setattr__(self, "mixer_options", options_text("BranchConfig", "mixer_options", self.mixer_options))
+        _check_own("BranchConfig", (self.mixer,), self.mixer_options, self.mixer)
+        check.instance("BranchConfig", "memory", self.memory, MemoryConfig)
+        check.instance("BranchConfig", "attention", self.attention, AttentionConfig)
+        optional = ("num_heads", "head_dim", "value_expansion")
+        check.integers(self, dict.fromkeys(optional, 1), optional)
+
+    def alone(self, model: "ModelConfig") -> "ModelConfig":
+        """The model with this mixer in place of its own."""
+        return dataclasses.replace(
+            model,
+            mixer=self.mixer,
+            mixer_options=self.mixer_options,
+            block="pre_norm",
+            memory=self.memory,
+            attention=self.attention,
+            num_heads=model.num_heads if self.num_heads is None else self.num_heads,
+            head_dim=model.resolved_head_dim if self.head_dim is None else self.head_dim,
+            value_expansion=model.value_expansion if self.value_expansion is None else self.value_expansion,
+            rwkv7=dataclasses.replace(model.rwkv7, value_residual=False),
+            caching=None,
+            branch=None,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,6 +208,20 @@ class ModelConfig:
     remat: bool = True
 
     def __post_init__(self) -> None:
+        self._check_sizes()
+        for name, choices in _CHOICES.items():
+            check.choice("ModelConfig", name, getattr(self, name), choices)
+        for name in ("tie_embeddings", "embedding_norm", "remat"):
+            check.boolean("ModelConfig", name, getattr(self, name))
+        for field in dataclasses.fields(self):
+            if dataclasses.is_dataclass(field.default):  # the config of a mixer
+                check.instance("ModelConfig", field.name, getattr(self, field.name), type(field.default))
+        check.instance("ModelConfig", "caching", self.caching, CachingConfig, optional=True)
+        check.instance("ModelConfig", "branch", self.branch, BranchConfig, optional=True)
+        self._name_mixers()
+        self._check_pattern()
+
+    def _check_sizes(self) -> None:
         optional = ("head_dim", "mlp_dim", "max_positions")
         names = ("vocab_size", "dim", "num_layers", "num_heads", "conv_width", "value_expansion", *optional)
         check.integers(self, dict.fromkeys(names, 1), optional)
@@ -217,34 +232,24 @@ class ModelConfig:
             )
         check.number("ModelConfig", "norm_eps", self.norm_eps, above=0)
         check.number("ModelConfig", "dropout", self.dropout, least=0, below=1)
-        for name, choices in _CHOICES.items():
-            check.choice("ModelConfig", name, getattr(self, name), choices)
         if (self.positions == "learned") != (self.max_positions is not None):
             need = "an integer ≥ 1" if self.positions == "learned" else "None"
             raise ValueError(
                 f"ModelConfig: positions={self.positions!r} needs max_positions to be {need}, got {self.max_positions!r}."
             )
-        for name in ("tie_embeddings", "embedding_norm", "remat"):
-            check.boolean("ModelConfig", name, getattr(self, name))
-        for name, kind in _PARTS.items():
-            check.instance("ModelConfig", name, getattr(self, name), kind)
-        check.instance("ModelConfig", "caching", self.caching, CachingConfig, optional=True)
-        check.instance("ModelConfig", "branch", self.branch, BranchConfig, optional=True)
+
+    def _name_mixers(self) -> None:
+        """Stores classes by their names, so that the config can be saved, and options as text, so that it has a hash."""
         alone = not isinstance(self.mixer, tuple)
-        names_ = tuple(
+        names = tuple(
             name_of("ModelConfig: mixer, or each one of a tuple of names,", mixer)
             for mixer in ((self.mixer,) if alone else self.mixer)
         )
-        object.__setattr__(self, "mixer", names_[0] if alone else names_)
+        object.__setattr__(self, "mixer", names[0] if alone else names)
         object.__setattr__(self, "mixer_options", options_text("ModelConfig", "mixer_options", self.mixer_options))
-        for name in self.pattern:
-            if ":" in name:
-                resolve_mixer(name)  # fail here, with a clear message, and not when the model is built
-        if self.mixer_options != "{}" and not any(":" in name for name in self.pattern):
-            raise ValueError(
-                f"ModelConfig: mixer_options={self.mixer_options} are for a mixer of your own, named 'package.module:Class'; "
-                f"mixer is {self.mixer!r}."
-            )
+        _check_own("ModelConfig", self.pattern, self.mixer_options, self.mixer)
+
+    def _check_pattern(self) -> None:
         if not self.pattern or self.num_layers % len(self.pattern):
             raise ValueError(
                 f"ModelConfig: mixer={self.mixer!r} is a pattern of {len(self.pattern)} layers, which must divide "
@@ -334,21 +339,6 @@ class ModelConfig:
         return (self.num_layers * (1 if self.ffn == "none" else 2)) ** -0.5
 
 
-_PARTS = {
-    "memory": MemoryConfig,
-    "attention": AttentionConfig,
-    "ssm": SSMConfig,
-    "head_norm": HeadNormConfig,
-    "gated_deltanet": GatedDeltaNetConfig,
-    "rwkv7": RWKV7Config,
-    "block_attention": BlockAttentionConfig,
-    "elastic": ElasticConfig,
-    "memorizing": MemorizingConfig,
-    "infini": InfiniConfig,
-    "melodi": MelodiConfig,
-    "block_recurrence": BlockRecurrenceConfig,
-    "gam": GAMConfig,
-}
 _CHOICES = {
     "dtype": ("bfloat16", "float32"),
     "ffn": ("swiglu", "gelu", "channel_mixing", "none"),

@@ -4,6 +4,7 @@ A mixer is a class with three methods, and a fourth, `observe`, if its memory is
 `MIXERS`. A mixer of your own is passed to `ModelConfig` as a class or as "package.module:Class".
 """
 
+import importlib
 from typing import Protocol, TypeGuard, cast, runtime_checkable
 
 from flax import nnx
@@ -12,14 +13,8 @@ from jaxtyping import Array, Float, Int, PyTree
 from atlasjax.memory.layerwise import changed, put_layer, take_layer
 from atlasjax.memory.partition import check_divided as check_divided_rule
 from atlasjax.names import call_with, resolve
-from atlasjax.nn import baselines
-from atlasjax.nn.attention import AttentionMixer, SlidingWindowMixer
-from atlasjax.nn.config import ModelConfig
-from atlasjax.nn.elastic import BlockMixer, ElasticMixer
+from atlasjax.nn.config import MIXER_NAMES, ModelConfig
 from atlasjax.nn.execution import MemoryCall
-from atlasjax.nn.gam import GAMMixer
-from atlasjax.nn.hybrids import MACMixer, MAGMixer, MALMixer
-from atlasjax.nn.memory_mixer import MemoryMixer
 from atlasjax.nn.partition import NOT_DIVIDED
 
 
@@ -217,32 +212,12 @@ def check_caching(config: ModelConfig) -> None:
         )
 
 
-MIXERS: dict[str, type] = {
-    "memory": MemoryMixer,
-    "mac": MACMixer,
-    "mag": MAGMixer,
-    "mal": MALMixer,
-    "attention": AttentionMixer,
-    "swa": SlidingWindowMixer,
-    "block_attention": BlockMixer,
-    "elastic": ElasticMixer,
-    "memorizing": baselines.MemorizingMixer,
-    "infini": baselines.InfiniMixer,
-    "melodi": baselines.MelodiMixer,
-    "block_recurrence": baselines.BlockRecurrenceMixer,
-    "mamba": baselines.MambaMixer,
-    "mamba2": baselines.Mamba2Mixer,
-    "retnet": baselines.RetNetMixer,
-    "gla": baselines.GLAMixer,
-    "deltanet": baselines.DeltaNetMixer,
-    "gated_deltanet": baselines.GatedDeltaNetMixer,
-    "rwkv7": baselines.RWKV7Mixer,
-    "longhorn": baselines.LonghornMixer,
-    "log_linear": baselines.LogLinearMixer,
-    "log_linear_plus_plus": baselines.LogLinearPlusPlusMixer,
-    "log_linear_mamba2": baselines.LogLinearMamba2Mixer,
-    "gam": GAMMixer,
-}
+def _named(full_name: str) -> type:
+    module, _, name = full_name.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+MIXERS: dict[str, type] = {name: _named(full_name) for name, full_name in MIXER_NAMES.items()}
 
 
 def make_mixer(name: str, config: ModelConfig, *, rngs: nnx.Rngs) -> Mixer:

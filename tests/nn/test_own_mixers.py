@@ -19,6 +19,7 @@ from atlasjax.nn import (
     abstract_model,
     param,
 )
+from atlasjax.nn.config import MIXER_NAMES
 from atlasjax.nn.mixer_check import check_own_calls, why_not_decoded
 from atlasjax.nn.mixers import MIXERS
 
@@ -427,6 +428,7 @@ ALWAYS = (
 @pytest.mark.parametrize("name", [n if n in ALWAYS else pytest.param(n, marks=pytest.mark.slow) for n in MIXERS])
 def test_the_librarys_mixers_pass_under_a_name_of_their_own(name):
     kind = f"{MIXERS[name].__module__}:{MIXERS[name].__qualname__}"
+    assert kind == MIXER_NAMES[name]  # or a file could not name it so
     config = small(kind, attention=AttentionConfig(window=4), ssm=SSMConfig(head_dim=8))
     assert type(abstract_model(config).layers.mixer) is MIXERS[name]
 

@@ -1,0 +1,107 @@
+"""Configs of the recurrent mixers: state space models, delta rules and RWKV-7."""
+
+import dataclasses
+
+from atlasjax import check
+
+
+@dataclasses.dataclass(frozen=True)
+class SSMConfig:
+    """State space models: Mamba, Mamba-2 and Longhorn.
+
+    Attributes:
+      state_dim: state size per channel.
+      expand: ratio of the inner width to the width of the residual stream.
+      head_dim: channels per head (Mamba-2). Must divide the inner width.
+      dt_rank: rank of the step-size projection (Mamba, Longhorn). None: dim / 16, rounded up.
+      groups: number of groups of heads, each with its own B and C and its own mean square in the norm (Mamba-2). Must divide the
+        number of heads.
+
+    Raises:
+      ValueError: a field is less than one.
+    """
+
+    state_dim: int = 16
+    expand: int = 2
+    head_dim: int = 64
+    dt_rank: int | None = None
+    groups: int = 1
+
+    def __post_init__(self) -> None:
+        sizes = ("state_dim", "expand", "head_dim", "dt_rank", "groups")
+        check.integers(self, dict.fromkeys(sizes, 1), ("dt_rank",))
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadNormConfig:
+    """The norm of the heads' outputs in the recurrent mixers with heads: RetNet, GLA, DeltaNet and Gated DeltaNet.
+
+    Attributes:
+      shared: whether all heads have the same scale [value_dim], as in flash-linear-attention, instead of one for each head.
+      eps: added to the mean square, > 0. None: the model's norm_eps. Where queries are scaled by head_dim^{−1/2}, as in
+        flash-linear-attention, the same function without that factor has an eps that is head_dim times as large.
+
+    Raises:
+      ValueError: a field is out of range.
+    """
+
+    shared: bool = False
+    eps: float | None = None
+
+    def __post_init__(self) -> None:
+        check.boolean("HeadNormConfig", "shared", self.shared)
+        check.number("HeadNormConfig", "eps", self.eps, above=0, optional=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class GatedDeltaNetConfig:
+    """Gated DeltaNet (mixer "gated_deltanet").
+
+    Attributes:
+      negative_eigenvalues: whether β is 2 σ(x W_β) instead of σ(x W_β), so that a write may reverse what is stored under a key
+        (Grazzi et al. 2025).
+      value_heads: number of heads of values, each with its own memory and gates: a multiple of num_heads, the number of heads of
+        queries and keys, which consecutive heads of values share. None: num_heads.
+
+    Raises:
+      ValueError: a field is out of range.
+    """
+
+    value_heads: int | None = None
+    negative_eigenvalues: bool = False
+
+    def __post_init__(self) -> None:
+        check.integers(self, {"value_heads": 1}, ("value_heads",))
+        check.boolean("GatedDeltaNetConfig", "negative_eigenvalues", self.negative_eigenvalues)
+
+
+@dataclasses.dataclass(frozen=True)
+class RWKV7Config:
+    """RWKV-7's time mixing (mixer "rwkv7").
+
+    Attributes:
+      value_residual: whether each layer mixes its values with those of the first layer, v + σ(x_v A B + b) ⊙ (v_first − v), as
+        published. The first layer of the model must have this mixer; its own A, B and b have no effect.
+      decay_rank, rate_rank, gate_rank, value_rank: ranks of the low-rank products for decay, removal rate, output gate and value
+        residual, ≥ 1. None: 2.5, 2.5, 5 and 1.7 times √dim (all but the gate's also times head_dim / 64), as a multiple of 32.
+      norm_eps: added to the variance in the norm of the heads' outputs, times head_dim; > 0.
+      key_eps: added to the squared length of the removal key, > 0. 1e-24 is max(‖κ‖, 1e-12) in float32.
+
+    Raises:
+      ValueError: a field is out of range.
+    """
+
+    value_residual: bool = False
+    decay_rank: int | None = None
+    rate_rank: int | None = None
+    gate_rank: int | None = None
+    value_rank: int | None = None
+    norm_eps: float = 1e-5
+    key_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        check.boolean("RWKV7Config", "value_residual", self.value_residual)
+        ranks = ("decay_rank", "rate_rank", "gate_rank", "value_rank")
+        check.integers(self, dict.fromkeys(ranks, 1), ranks)
+        for name in ("norm_eps", "key_eps"):
+            check.number("RWKV7Config", name, getattr(self, name), above=0)
