@@ -1,4 +1,4 @@
-"""Three tiers of tests: by default what is cheap and covers everything once, `full` the rest of CI, `slow` the products of all cases.
+"""Three tiers of tests: by default cheap ones that cover everything once, `full` the rest of CI, `slow` products of all cases.
 
     pytest                            # default: at most 5 minutes on two cores that never ran the tests
     pytest -m "full or not full"      # CI
@@ -6,8 +6,8 @@
     pytest -m "slow or not slow"      # all three
     pytest tests/test_x.py::test_y    # a test that is named runs, in whatever tier it is
 
-`slow` is a mark beside the test, since its reason is another test that has the same parts. `full` is a list, `full_tier.txt`, since
-its reason is the time that was measured: what a test costs changes with others' edits, and one place shows what the default leaves out.
+`slow` is a mark beside the test: its reason is another test that has the same parts. `full` is a list, `full_tier.txt`: its reason
+is a measured time, which changes with edits elsewhere, and one place shows everything that the default leaves out.
 """
 
 import functools
