@@ -210,7 +210,7 @@ INSIDE_FUNCTIONS_LEFT = {
         ("cli", "cli.info", "cli.options.evaluate", "cli.prepare", "cli.serve", "cli.tasks"),
         "a command imports what it runs after its options have been checked",
     ),
-    "train.runs": "an error of a command is answered before Orbax is imported",
+    "train.saving.runs": "an error of a command is answered before Orbax is imported",
 }
 
 
