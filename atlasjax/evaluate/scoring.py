@@ -8,22 +8,17 @@ not grow with it if the cache is bounded, and new lengths compile nothing.
 """
 
 import dataclasses
-import functools
 import itertools
 import numbers
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
-from flax import nnx
 from jaxtyping import PyTree
 from numpy.typing import ArrayLike
 
 from atlasjax import check
-from atlasjax.evaluate.beginnings import shared_beginnings
+from atlasjax.evaluate.pieces import Reader, filled, shared_beginnings, take
 from atlasjax.generate import Context, SamplingConfig, TextStream, stream
 from atlasjax.generate.context import array_of, check_tokens
 from atlasjax.generate.text import Decodes
@@ -37,7 +32,7 @@ _GREEDY = SamplingConfig(temperature=0.0)
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """What a model says of a continuation.
+    """A model's likelihood of a continuation.
 
     Attributes:
       token_log_likelihoods: ln p of each token of the continuation, given all tokens before it; float32 [time] (NumPy).
@@ -54,7 +49,7 @@ class Score:
 
 
 class _Tail(NamedTuple):
-    """What is read of a pair after the beginning of its context.
+    """The part of a pair that is read after the beginning of its context.
 
     Attributes:
       slot: the place of its context among those that are read together.
@@ -90,8 +85,7 @@ class Scorer:
         if not all(check.is_integer(piece, 1) for piece in pieces) or not descending:
             raise ValueError(f"Scorer: pieces must be positive integers in descending order, got {pieces!r}.")
         self.model, self.batch_size, self.pieces = model, batch_size, tuple(pieces)
-        self._graphdef, self._params = nnx.split(model, nnx.Param)
-        self._empty: tuple[int, PyTree] | None = None
+        self._reader = Reader(model, batch_size, self.pieces)
         self._smaller: dict[int, Scorer] = {}
 
     def score(
@@ -100,7 +94,7 @@ class Scorer:
         *,
         on_result: Callable[[int, Score], None] = lambda index, score: None,
     ) -> list[Score]:
-        """Scores continuations, each given its context. What contexts have in common is read once: a context with several
+        """Scores continuations, each given its context. A beginning that contexts share is read once: a context with several
         continuations, and a beginning that more contexts than `batch_size` share (instructions, examples).
 
         Args:
@@ -119,7 +113,7 @@ class Scorer:
         ]
         for context, continuation in rows:
             self.model.check_length(len(context) + len(continuation) - 1, "context and continuation")
-        reader = self._for(len(rows))
+        scorer = self._for(len(rows))
         pairs_of: dict[bytes, list[int]] = {}
         for index, (context, _) in enumerate(rows):
             pairs_of.setdefault(context.tobytes(), []).append(index)
@@ -127,17 +121,17 @@ class Scorer:
         scores: dict[int, Score] = {}
         # A beginning is read by itself if otherwise more than one batch would read it.
         contexts = [rows[group[0]][0] for group in groups]
-        for length, members in shared_beginnings(contexts, reader.pieces[0], reader.batch_size + 1):
+        for length, members in shared_beginnings(contexts, scorer.pieces[0], scorer.batch_size + 1):
             plans = [
-                reader._plan(rows, some, length) for some in _batches([groups[i] for i in members], reader.batch_size)
+                scorer._plan(rows, some, length) for some in _batches([groups[i] for i in members], scorer.batch_size)
             ]
             start = None
             if length:
-                start = reader._cache(max(room for _, _, room in plans))
-                start = reader._read([contexts[members[0]][:length]], start)[1]
+                start = scorer._reader.cache(max(room for _, _, room in plans))
+                start = scorer._reader.read([contexts[members[0]][:length]], start)[1]
             for heads, batches, room in plans:
-                cache = reader._cache(room) if start is None else start
-                for index, score in reader._scores(rows, heads, batches, cache):
+                cache = scorer._reader.cache(room) if start is None else start
+                for index, score in scorer._scores(rows, heads, batches, cache):
                     scores[index] = score
                     on_result(index, score)
         return [scores[index] for index in range(len(rows))]
@@ -150,7 +144,7 @@ class Scorer:
           num_tokens: number of tokens to be generated, for which room is made.
 
         Returns:
-          A context of `batch_size` rows. Those after the prompts repeat the last one.
+          A context of `batch_size` rows. Rows after the prompts repeat the last one.
 
         Raises:
           ValueError: there are no prompts or too many, one is empty, not of integers or has a token that is not in the vocabulary,
@@ -162,9 +156,9 @@ class Scorer:
         )
         longest = max(map(len, rows)) + num_tokens
         self.model.check_length(longest, "prompt and num_tokens")
-        room = self._room(longest)
-        logits, cache = self._read(rows, self._cache(room))
-        rows = _filled(rows, self.batch_size)
+        room = self._reader.room(longest)
+        logits, cache = self._reader.read(rows, self._reader.cache(room))
+        rows = filled(rows, self.batch_size)
         seen = np.zeros((self.batch_size, self.model.config.vocab_size), bool)
         for known, row in zip(seen, rows, strict=True):
             known[row] = True
@@ -216,10 +210,10 @@ class Scorer:
         texts: dict[int, str] = {}
         # Prompts that ask for equally many tokens are neighbours, so that short answers do not wait for long ones.
         order = sorted(range(len(rows)), key=lambda index: (-most[index], -len(rows[index])))
-        reader = self._for(len(rows))
-        for batch in reader._fitting(order, rows, most):
+        scorer = self._for(len(rows))
+        for batch in scorer._fitting(order, rows, most):
             streams = [TextStream(tokenizer, rows[index], stops[index], end_tokens) for index in batch]
-            pieces = reader._generated([rows[index] for index in batch], [most[index] for index in batch], streams,
+            pieces = scorer._generated([rows[index] for index in batch], [most[index] for index in batch], streams,
                                        config, seed, vocab_size)  # fmt: skip
             for index, text in zip(batch, pieces, strict=True):
                 texts[index] = text
@@ -276,10 +270,10 @@ class Scorer:
         """How to read pairs, given in up to `batch_size` groups with one context each, all after the same `length` tokens.
 
         Returns:
-          Of each group, what is read of its context by itself; batches of what is read after that, each with the number of tokens
-          of its longest row, padding included; and the room that all of this needs.
+          For each group, the part of its context that is read by itself; batches of the parts that are read after it, each with the
+          number of tokens of its longest row, padding included; and the room that all of this needs.
         """
-        # What is read of a context before its continuations: whole pieces, and not its last token, whose logits are needed.
+        # Before its continuations, whole pieces of a context are read, but not its last token, whose logits are needed.
         ends, tails = [], []
         for slot, group in enumerate(groups):
             piece = self.pieces[0 if len(group) == 1 else -1]
@@ -301,58 +295,20 @@ class Scorer:
             room = max(room, padded + max(ends[tail.slot] for tail in fitting))
             taken = {tail.pair for tail in fitting}
             tails = [tail for tail in tails if tail.pair not in taken]
-        return heads, batches, self._room(room)
+        return heads, batches, self._reader.room(room)
 
     def _scores(
         self, rows: list[tuple[np.ndarray, np.ndarray]], heads: list[np.ndarray], batches: list[tuple[int, list[_Tail]]],
         start: PyTree,
     ) -> Iterator[tuple[int, Score]]:  # fmt: skip
         """(index, score) of the pairs of a plan. `start` is the cache after what all contexts begin with."""
-        cache = self._read(heads, start)[1]
+        cache = self._reader.read(heads, start)[1]
         for length, batch in batches:
-            slots = _filled([tail.slot for tail in batch], self.batch_size)
-            likelihoods, greedy = self._score([tail.tokens for tail in batch], length, _take(cache, slots))
+            slots = filled([tail.slot for tail in batch], self.batch_size)
+            likelihoods, greedy = self._reader.score([tail.tokens for tail in batch], length, take(cache, slots))
             for row, (_, index, tail) in enumerate(batch):
                 part = slice(len(tail) - 1 - len(rows[index][1]), len(tail) - 1)
                 yield index, Score(likelihoods[row, part], bool(greedy[row, part].all()))
-
-    def _score(self, tails: list[np.ndarray], length: int, cache: PyTree) -> tuple[np.ndarray, np.ndarray]:
-        """ln p and whether it is the most likely token, [batch_size, length]: of every token but the first, padding included."""
-        # The padding comes after the tokens, so it changes nothing but states that are not used any more.
-        tokens = np.zeros((self.batch_size, length + 1), np.int32)
-        for row, tail in zip(tokens, tails):
-            row[: len(tail)] = tail
-        results, start = [], 0
-        while start < length:
-            piece = next((piece for piece in self.pieces if piece <= length - start), length - start)
-            part = slice(start, start + piece)
-            *result, cache = _score_piece(
-                self._graphdef, self._params, tokens[:, :-1][:, part], tokens[:, 1:][:, part], cache
-            )
-            results.append(result)
-            start += piece
-        likelihoods, greedy = (np.concatenate([np.asarray(part) for part in parts], axis=1) for parts in zip(*results))
-        return likelihoods, greedy
-
-    def _read(self, rows: list[np.ndarray], cache: PyTree) -> tuple[jax.Array, PyTree]:
-        """(logits of the next token [batch_size, vocabulary], cache) after rows of unequal length, each read exactly to its end."""
-        rows = _filled(rows, self.batch_size)
-        lengths, read = np.array([len(row) for row in rows]), np.zeros(self.batch_size, int)
-        logits = jnp.zeros((self.batch_size, self.model.config.vocab_size), jnp.float32)
-        for piece in self.pieces:
-            while (active := lengths - read >= piece).any():
-                tokens = np.zeros((self.batch_size, piece), np.int32)
-                for i in np.flatnonzero(active):
-                    tokens[i] = rows[i][read[i] : read[i] + piece]
-                logits, cache = _read_piece(self._graphdef, self._params, tokens, active, logits, cache)
-                read[active] += piece
-        rest = lengths - read
-        if rest.any():
-            tokens = np.zeros((self.batch_size, self.pieces[-1]), np.int32)
-            for i in np.flatnonzero(rest):
-                tokens[i, : rest[i]] = rows[i][read[i] :]
-            logits, cache = _read_rest(self._graphdef, self._params, tokens, rest, logits, cache)
-        return logits, cache
 
     def _row(self, name: str, row: ArrayLike) -> np.ndarray:
         array = array_of(name, row)
@@ -363,71 +319,6 @@ class Scorer:
         check_tokens(array, self.model.config.vocab_size, name)
         return array.astype(np.int32)
 
-    def _room(self, length: int) -> int:
-        """Tokens to make room for, so that few different numbers occur."""
-        return max(self.pieces[0], 1 << (length - 1).bit_length())
-
-    def _cache(self, room: int) -> PyTree:
-        if self._empty is None or self._empty[0] != room:
-            self._empty = room, self.model.init_cache(self.batch_size, room)
-        return self._empty[1]
-
 
 def _batches(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
     return (items[start : start + size] for start in range(0, len(items), size))
-
-
-def _filled(items: list[T], size: int) -> list[T]:
-    return items + items[-1:] * (size - len(items))
-
-
-@jax.jit
-def _gather(cache: PyTree, index: jax.Array) -> PyTree:
-    return jax.tree.map(lambda leaf: leaf[:, index], cache)
-
-
-def _take(cache: PyTree, rows: list[int]) -> PyTree:
-    return cache if rows == list(range(len(rows))) else _gather(cache, np.array(rows))
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _score_piece(
-    graphdef: nnx.GraphDef, params: PyTree, tokens: jax.Array, targets: jax.Array, cache: PyTree
-) -> tuple[jax.Array, jax.Array, PyTree]:
-    logits, cache = nnx.merge(graphdef, params).extend(tokens, cache)
-    logits = logits.astype(jnp.float32)
-    likelihoods = -optax.softmax_cross_entropy_with_integer_labels(logits, targets)
-    return likelihoods, jnp.argmax(logits, axis=-1) == targets, cache
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _read_piece(
-    graphdef: nnx.GraphDef, params: PyTree, tokens: jax.Array, active: jax.Array, logits: jax.Array, cache: PyTree
-) -> tuple[jax.Array, PyTree]:
-    new, after = nnx.merge(graphdef, params).extend(tokens, cache)
-    return _where(active, (new[:, -1].astype(jnp.float32), after), (logits, cache))
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _read_rest(
-    graphdef: nnx.GraphDef, params: PyTree, tokens: jax.Array, lengths: jax.Array, logits: jax.Array, cache: PyTree
-) -> tuple[jax.Array, PyTree]:
-    """The first lengths[i] tokens of row i, one at a time: a state cannot be taken from inside a longer piece."""
-    model = nnx.merge(graphdef, params)
-
-    def one(carry: tuple[jax.Array, PyTree], xs: tuple[jax.Array, jax.Array]) -> tuple[tuple[jax.Array, PyTree], None]:
-        token, i = xs
-        new, after = model.extend(token[:, None], carry[1])
-        return _where(i < lengths, (new[:, -1].astype(jnp.float32), after), carry), None
-
-    (logits, cache), _ = jax.lax.scan(one, (logits, cache), (tokens.T, jnp.arange(tokens.shape[1])))
-    return logits, cache
-
-
-def _where(active: jax.Array, new: tuple[jax.Array, PyTree], old: tuple[jax.Array, PyTree]) -> tuple[jax.Array, PyTree]:
-    """(logits, cache) of the rows that are active, and as before of the others."""
-
-    def chosen(new: jax.Array, old: jax.Array) -> jax.Array:  # leaves of a cache have the batch at axis 1
-        return jnp.where(active.reshape(1, -1, *(1,) * (new.ndim - 2)), new, old)
-
-    return jnp.where(active[:, None], new[0], old[0]), jax.tree.map(chosen, new[1], old[1])

@@ -10,8 +10,8 @@ import pytest
 from flax import nnx
 
 from atlasjax.data.tokenizers import ByteTokenizer
-from atlasjax.evaluate import scoring
-from atlasjax.evaluate.beginnings import shared_beginnings
+from atlasjax.evaluate import pieces
+from atlasjax.evaluate.pieces import shared_beginnings
 from atlasjax.evaluate.scoring import Scorer
 from atlasjax.generate import streams
 from atlasjax.nn import AttentionConfig, LanguageModel, MemoryConfig, ModelConfig
@@ -82,8 +82,8 @@ def calls(monkeypatch):
     """What is called on the device, with its numbers of rows and tokens."""
     calls = []
     for name in ("_read_piece", "_score_piece"):
-        original = getattr(scoring, name)
-        monkeypatch.setattr(scoring, name, lambda *a, name=name, f=original: calls.append((name, *a[2].shape)) or f(*a))
+        original = getattr(pieces, name)
+        monkeypatch.setattr(pieces, name, lambda *a, name=name, f=original: calls.append((name, *a[2].shape)) or f(*a))
     return calls
 
 
@@ -119,7 +119,7 @@ def test_shared_beginnings():
 
 
 def num_programs() -> int:
-    return sum(f._cache_size() for f in (scoring._score_piece, scoring._read_piece, scoring._read_rest))
+    return sum(f._cache_size() for f in (pieces._score_piece, pieces._read_piece, pieces._read_rest))
 
 
 def test_new_lengths_compile_nothing():
