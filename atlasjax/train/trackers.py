@@ -15,8 +15,9 @@ that writes metrics. Your own is named "package.module:function", or passed as t
 import contextlib
 import hashlib
 import pathlib
+import secrets
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, ClassVar, Protocol
 
 from atlasjax import storage
 from atlasjax.config_json import to_dict
@@ -24,12 +25,23 @@ from atlasjax.names import call_with, in_one_line, resolve
 from atlasjax.storage.logs import naming
 from atlasjax.train.errors import ConfigError, RunError
 
-if TYPE_CHECKING:
-    from atlasjax.train.config import TrainConfig
+
+class RunConfig(Protocol):
+    """The fields of a `TrainConfig` that are read here."""
+
+    # Not the class itself, which looks up the names of its trackers in this module.
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def run_dir(self) -> str: ...
+    @property
+    def tensorboard(self) -> bool: ...
+    @property
+    def trackers(self) -> tuple[str, ...]: ...
 
 
 class Tracker(Protocol):
-    """What takes the metrics of a run."""
+    """Takes the metrics of a run."""
 
     def log(self, step: int, kind: str, values: Mapping[str, float]) -> None:
         """Takes values after a number of steps. `kind` is that of a line of metrics.jsonl: "train", "timing", "evaluation", …"""
@@ -45,14 +57,15 @@ class Tracker(Protocol):
 
 
 class TensorBoard:
-    """TensorBoard event files, in `tensorboard` in the run's folder. Those of a bucket are written elsewhere, and copied whole.
+    """TensorBoard event files, in `tensorboard` in the run's folder. In a bucket, whose files
+    cannot grow, they are copied whole from a temporary folder.
 
     Args:
       config: the config of the run.
       after_step: the step that the run goes on from. Events of later steps no longer count.
     """
 
-    def __init__(self, config: "TrainConfig", after_step: int):
+    def __init__(self, config: RunConfig, after_step: int):
         from tensorboardX import SummaryWriter
 
         folder = storage.path(config.run_dir) / "tensorboard"
@@ -93,17 +106,16 @@ class WandB:
       ConfigError: wandb is not installed.
     """
 
-    def __init__(self, config: "TrainConfig", after_step: int):
+    def __init__(self, config: RunConfig, after_step: int):
         try:
             import wandb
         except ImportError:
             raise ConfigError("tracker 'wandb' needs the package wandb: pip install 'atlasjax[wandb]'.") from None
         folder = storage.path(config.run_dir)
-        where = str(folder if isinstance(folder, storage.StorePath) else folder.absolute())
         place = {} if isinstance(folder, storage.StorePath) else {"dir": str(folder)}
         self._run = wandb.init(
             name=folder.name,
-            id=hashlib.sha256(where.encode()).hexdigest()[:16],
+            id=_wandb_id(folder, after_step),
             resume="allow",
             config=to_dict(config),
             **place,
@@ -116,33 +128,45 @@ class WandB:
         self._run.log({"step": step, **{f"{kind}/{name}": value for name, value in values.items()}})
 
     def commit(self) -> None:
-        pass  # wandb sends as it goes
+        """Nothing: wandb sends as it goes."""
 
     def close(self) -> None:
         self._run.finish()
 
 
-TRACKERS: dict[str, Callable[["TrainConfig", int], Tracker]] = {"tensorboard": TensorBoard, "wandb": WandB}
+def _wandb_id(folder: storage.AnyPath, after_step: int) -> str:
+    """The name by which the service knows the run in a folder: a random one, which is kept there."""
+    # Not its path: another run may come to the same place, and a folder that was moved has the same run.
+    file = folder / "wandb_id"
+    if file.is_file() and (known := file.read_bytes().decode(errors="replace").strip()):
+        return known
+    made = secrets.token_hex(8)
+    if after_step:  # runs of older versions were known by their place
+        where = str(folder if isinstance(folder, storage.StorePath) else folder.absolute())
+        made = hashlib.sha256(where.encode()).hexdigest()[:16]
+    folder.mkdir(parents=True, exist_ok=True)
+    storage.write_whole(file, made.encode())
+    return made
+
+
+TRACKERS: dict[str, Callable[[Any, int], Tracker]] = {"tensorboard": TensorBoard, "wandb": WandB}
 
 
 class Trackers:
-    """The trackers of a config. What one raises ends the run with a line that names it.
+    """The trackers of a config. An error of one of them ends the run with a line that names it.
 
     Raises:
       ConfigError: one cannot be made.
     """
 
-    def __init__(self, config: "TrainConfig", after_step: int):
+    def __init__(self, config: RunConfig, after_step: int):
         self._all: list[tuple[str, Tracker]] = []
         try:
             for name in dict.fromkeys((*(("tensorboard",) if config.tensorboard else ()), *config.trackers)):
                 make = resolve("tracker", name, TRACKERS)
-                self._all.append(
-                    (
-                        name,
-                        call_with("tracker", name, make, config, after_step, options="{}", but=(ConfigError, OSError)),
-                    )
-                )
+                but = (ConfigError, OSError)
+                made = call_with("tracker", name, make, config, after_step, options="{}", but=but)
+                self._all.append((name, made))
         except ValueError as error:
             self.close()
             raise ConfigError(str(error)) from error

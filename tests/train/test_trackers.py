@@ -1,5 +1,7 @@
 """Trackers: each gets what metrics.jsonl gets."""
 
+import hashlib
+import shutil
 import sys
 import types
 
@@ -94,6 +96,16 @@ def test_weights_and_biases(tmp_path, monkeypatch):
     assert (first[0]["name"], first[0]["resume"], first[0]["config"]["run_dir"]) == ("mine", "allow", run.run_dir)
     assert first[1:3] == [("define_metric", "step", {}), ("define_metric", "*", {"step_metric": "step"})]
     assert first[3:] == [{"step": 1, "train/loss": 2.0}, "finish"]
+    again, older, moved = tmp_path / "again", tmp_path / "older", tmp_path / "moved"
+    Trackers(config(again, "wandb"), 0).close()
+    shutil.rmtree(again)
+    Trackers(config(again, "wandb"), 0).close()  # another run at the same place
+    Trackers(config(older, "wandb"), 2).close()  # one of a version that kept no id
+    older.rename(moved)
+    Trackers(config(moved, "wandb"), 4).close()
+    ids = [call["id"] for call in calls if "id" in call][2:]
+    assert len({first[0]["id"], *ids}) == 4
+    assert ids[2] == ids[3] == hashlib.sha256(str(older).encode()).hexdigest()[:16]
     assert second[3] == {"step": 3, "train/loss": 2.0}
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match=r"tracker 'wandb' needs the package wandb: pip install 'atlasjax\[wandb\]'"):
