@@ -14,6 +14,7 @@ from atlasjax.data.tokenizer_base import KIND_FILE, ByteTokenizer, Tokenizer
 from atlasjax.names import lookup
 
 __all__ = [
+    "NAMING",
     "TRAINING_CHARACTERS",
     "BpeTokenizer",
     "ByteTokenizer",
@@ -24,6 +25,10 @@ __all__ = [
     "vocabulary",
 ]
 
+NAMING = (
+    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+"""Files that may lie beside a tokenizer of public weights, and say what its tokens are for."""
 TRAINING_CHARACTERS = 64 * 2**20  # BPE statistics change little with more text
 
 

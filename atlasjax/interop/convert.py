@@ -17,6 +17,7 @@ from jaxtyping import PyTree
 
 from atlasjax.config_json import to_dict
 from atlasjax.data.config import DataConfig
+from atlasjax.data.tokenizers import NAMING
 from atlasjax.distributed.mesh import MeshConfig, make_mesh
 from atlasjax.distributed.sharding import parameter_shardings
 from atlasjax.interop import checksums, kept, manifest, names, plain, table, tensors, text_ends, tokenizer_files, unused
@@ -30,7 +31,8 @@ from atlasjax.storage import AnyPath, StoreError, hub, local_path, new_folder, w
 from atlasjax.train import state as state_lib
 from atlasjax.train.config import TrainConfig
 from atlasjax.train.errors import ConfigError, user_errors
-from atlasjax.train.saving.checkpoint import Checkpoints, check_path
+from atlasjax.train.saving.checkpoint import Checkpoints
+from atlasjax.train.saving.step_folders import check_path
 from atlasjax.train.trainable import flat
 
 COPIED = (
@@ -137,7 +139,7 @@ def import_weights(
         with new_folder(target) as partial:
             text.save(partial / "tokenizer")
             if definition is not None and definition.parent != source:
-                tokenizer_files.copy(definition.parent, partial / "tokenizer", text_ends.NAMING)
+                tokenizer_files.copy(definition.parent, partial / "tokenizer", NAMING)
             write_whole(partial / "config.json", (json.dumps(to_dict(config), indent=2) + "\n").encode())
             tokenizer_files.copy(source, partial / PEER, (*COPIED, *tokenizer_files.named_templates(source)))
             found.save(partial / PEER)

@@ -11,10 +11,6 @@ from atlasjax.interop.manifest import PEER
 from atlasjax.storage import AnyPath
 from atlasjax.train.config import run_folder
 
-NAMING = (
-    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json",
-)  # fmt: skip
-"""Files beside a tokenizer that say what its tokens are for."""
 _KINDS = {"bos": "begin", "eos": "end", "pad": "padding"}
 # Names that tokenizers give such tokens by convention, where nothing else says which they are.
 _USUAL = {

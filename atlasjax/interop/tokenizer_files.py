@@ -8,6 +8,7 @@ from typing import Any
 from atlasjax import storage
 from atlasjax.data.config import DataConfig
 from atlasjax.data.tokenizers import (
+    NAMING,
     BpeTokenizer,
     ByteTokenizer,
     SentencePieceTokenizer,
@@ -15,7 +16,7 @@ from atlasjax.data.tokenizers import (
     make_tokenizer,
 )
 from atlasjax.interop.manifest import PEER
-from atlasjax.interop.text_ends import NAMING, TextEnds
+from atlasjax.interop.text_ends import TextEnds
 from atlasjax.storage import AnyPath, hub, write_whole
 from atlasjax.train.errors import ConfigError
 

@@ -1,5 +1,6 @@
 """The full training step, compiled ahead of time for TPUs or GPUs. `plan_training` runs this module in its child process."""
 
+import functools
 import math
 import time
 
@@ -14,13 +15,11 @@ from atlasjax.flops import count_flops
 from atlasjax.plan import child, compiled
 from atlasjax.plan.compiled import Plan
 from atlasjax.plan.topology import Topology, check_topology
-from atlasjax.train import state as state_lib
 from atlasjax.train.config import TrainConfig
 from atlasjax.train.fits import check_divisible
-from atlasjax.train.optimizer import learning_rate, run_optimizer
+from atlasjax.train.learner import make_learner
 from atlasjax.train.reports.utilization import PEAK_FLOPS, forward_flops_per_token
-from atlasjax.train.step import jit_train_step, train_step
-from atlasjax.train.trainable import trainable_mask
+from atlasjax.train.step import train_step
 
 UTILIZATION = 0.4  # of the devices' peak, where a plan has to assume one
 
@@ -111,40 +110,15 @@ def compile_training(config: TrainConfig, topology: str) -> Plan:
     """Like `plan_training`, but in this process."""
     target = Topology.parse(topology)
     mesh = make_mesh(config.mesh, target.devices())
-    graphdef, shapes = state_lib.model_shapes(config.model)
-    trainable = trainable_mask(config.optimizer.trainable, shapes)
-    optimizer = run_optimizer(config, trainable)
-    schedule = learning_rate(config.optimizer, config.steps)
-    ema_decay = config.optimizer.ema_decay
-    ema = ema_decay is not None
-    shardings, _ = state_lib.state_shardings(config.model, optimizer, mesh, trainable, ema=ema)
-    state = state_lib.abstract_state(config.model, optimizer, shardings, trainable, ema=ema)
-    batch = abstract_batch(config, mesh)
+    learner = make_learner(config, mesh)
+    state, batch = learner.abstract_state(), abstract_batch(config, mesh)
     max_segments = config.data.max_segments if "segment_ids" in batch else None
-    step = jit_train_step(
-        graphdef, optimizer, schedule, shardings, mesh, microbatches=config.accumulation, max_segments=max_segments,
-        loss=config.loss, trainable=trainable, ema_decay=ema_decay,
-    )  # fmt: skip
+    step = learner.jit_step(max_segments)
     started = time.perf_counter()
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # tells kernels for which device
         program = step.lower(state, batch).compile(compiler_options=target.compiler.options())
     seconds = time.perf_counter() - started
-    flops = count_flops(
-        lambda state, batch: train_step(
-            state,
-            batch,
-            graphdef=graphdef,
-            optimizer=optimizer,
-            schedule=schedule,
-            microbatches=config.accumulation,
-            max_segments=max_segments,
-            loss=config.loss,
-            trainable=trainable,
-            ema_decay=ema_decay,
-        ),
-        state,
-        batch,
-    )
+    flops = count_flops(functools.partial(train_step, **learner.step_arguments(max_segments)), state, batch)
     memory, text = program.memory_analysis(), program.as_text()
     assert memory is not None
     assert text is not None

@@ -43,10 +43,10 @@ def default_config(preset: str) -> TrainConfig:
 
     Tiny presets train on the embedded text in a few minutes on two CPU cores. The sizes of A and M (170m to 1.3b) use sequences of
     4,096 tokens, batches of 0.5M tokens, and AdamW at 4e-4 with cosine decay and weight decay 0.1, on as many tokens as the papers.
-    Those of E (98m to 345m) use E Table 9: sequences of 32,768 tokens, a learning rate of 2e-3, ε of 1e-7, warm-up of 1% and 40B
-    tokens; those of G (22m) the batches of 32 and the 3e-4 of G §4.3. Sizes whose tokens no paper gives take 20 for each parameter
-    of the name. The user gives the text (`data.*`) and a mesh that fits the machine. docs/deviations.md lists what differs from the
-    papers.
+    The sizes of E (98m to 345m) use E Table 9: sequences of 32,768 tokens, a learning rate of 2e-3, ε of 1e-7, warm-up of 1% and
+    40B tokens. The size of G (22m) uses the batches of 32 and the rate of 3e-4 of G §4.3. Where no paper gives the number of
+    tokens, it is 20 for each parameter of the name. The user gives the text (`data.*`) and a mesh that fits the machine.
+    docs/deviations.md lists what differs from the papers.
 
     Raises:
       ValueError: there is no such preset. The message suggests the nearest name.

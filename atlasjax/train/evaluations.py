@@ -67,7 +67,7 @@ def evaluation_data(
 
 @dataclasses.dataclass(frozen=True)
 class Evaluations:
-    """What is evaluated, and how.
+    """The texts that a run evaluates, and the steps that it evaluates them with.
 
     Attributes:
       data: name → batches (`evaluation_data`).

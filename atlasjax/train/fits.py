@@ -75,6 +75,7 @@ def check_fits(
     trainable = parameters if trainable is None else trainable
     average = config.optimizer.ema_decay is not None
     shards, tensor, sequence = mesh["data"] * mesh["fsdp"], mesh["tensor"], mesh.get("sequence", 1)
+    # float32 parameters and gradients, whatever the dtype of the activations. `data` splits neither.
     state = 4 * (parameters + trainable * (1 + moments + average)) // (mesh["fsdp"] * tensor * sequence)
     length = data.sequence_length // sequence  # on each device
     itemsize = 2 if model.dtype == "bfloat16" else 4

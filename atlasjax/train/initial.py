@@ -9,8 +9,9 @@ from atlasjax.config_json import to_dict
 from atlasjax.nn import ModelConfig
 from atlasjax.train import state as state_lib
 from atlasjax.train.config import TrainConfig, changes_on_resume, run_folder
-from atlasjax.train.saving.checkpoint import Checkpoints, complete_steps
+from atlasjax.train.saving.checkpoint import Checkpoints
 from atlasjax.train.saving.runs import run_config
+from atlasjax.train.saving.step_folders import complete_steps
 from atlasjax.train.trainable import flat, marked, replaced, select
 
 
@@ -92,6 +93,7 @@ def base_params(config: TrainConfig, shardings: PyTree) -> tuple[PyTree, list[st
         shapes,
         select(shardings, given),
     )
+    # clean=False: the other run may still be training, and saving.
     with Checkpoints(run_folder(config.init_from) / "checkpoints", clean=False) as checkpoints:
         params, step, _ = checkpoints.restore_params(abstract)
         lines = [f"Starting from the parameters in {checkpoints.path(step)}."]

@@ -65,7 +65,7 @@ def cross_entropy_sum(
 
     for name, array in {"hidden": hidden, "targets": targets, "weights": weights}.items():
         check.plain_array("cross_entropy_sum", name, array)
-    weights = weights.astype(jnp.float32)
+    weights = weights.astype(jnp.float32)  # an evaluation gives bools, and bfloat16 cannot count tokens
     time = targets.shape[1] // parts
     if chunk is None or chunk >= time:
         return total(head, hidden, targets, weights)

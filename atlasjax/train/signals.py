@@ -73,7 +73,7 @@ class StopSignals:
 
         Args:
           step: the step that is being done. All processes call this once in every step.
-          agree: whether to ask all processes now for a signal that only Python received. That costs a collective. Otherwise, with
+          agree: whether to ask all processes now for a signal that only Python received. This costs a collective. Otherwise, with
             several processes, such a signal is not reported, because one process must not stop alone.
         """
         if self._service and multihost_utils.reached_preemption_sync_point(step):

@@ -98,7 +98,7 @@ def state_from(
 ) -> TrainState:
     """The initial state with given parameters; everything else is that of `init_state` with the same key."""
     part = select(params, trainable)
-    average = jax.tree.map(jnp.copy, part) if ema else None
+    average = jax.tree.map(jnp.copy, part) if ema else None  # a copy: the state is donated, and no buffer twice
     return TrainState(params, optimizer.init(part), jax.random.split(key)[1], jnp.zeros((), jnp.int32), average)
 
 

@@ -27,7 +27,7 @@ R = TypeVar("R")
 
 
 class Metrics(TypedDict):
-    """What `train_step` returns with the state: float32 scalars, and the memory norms of the batch."""
+    """The numbers that `train_step` returns with the state: float32 scalars, and the memory norms of the batch."""
 
     loss: jax.Array
     gradient_norm: jax.Array
@@ -156,6 +156,7 @@ def train_step(
     value, grads, tokens, norms = _observed_gradients(
         graphdef, params, batch, microbatches, max_segments, constrain, loss, whole
     )
+    # The optimizer sees the parameters that train, and no others: its state has no entries for frozen ones.
     updates, optimizer_state = updated(optimizer, grads, state.optimizer, params, value)
     params = optax.apply_updates(params, updates)
     ema = None if ema_decay is None else averaged(state.ema, params, ema_decay, state.step)
@@ -201,7 +202,7 @@ def jit_train_step(
         _on(mesh, step),
         in_shardings=(shardings, batch_sharding(mesh)),
         out_shardings=(shardings, replicated(mesh)),
-        donate_argnums=0,
+        donate_argnums=0,  # or there would be two states in memory
     )
 
 

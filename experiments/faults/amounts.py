@@ -29,7 +29,7 @@ from atlasjax.generate import SamplingConfig, generate, read
 from atlasjax.mixers.elastic import banks
 from atlasjax.nn import ModelConfig
 from atlasjax.serve import BatchConfig, batching
-from atlasjax.train import TrainConfig, load_run
+from atlasjax.train import TrainConfig, load_run, resume
 from atlasjax.train import setup as setup_lib
 from atlasjax.train.errors import user_errors
 from experiments.faults import small
@@ -115,7 +115,7 @@ def _is_number(kind: type, value: str) -> bool:
 def _train() -> list[Any]:
     def prepared(config: Any, **_: Any) -> None:
         with user_errors():
-            setup_lib.check_resumable(config)
+            resume.check_resumable(config)
             setup_lib.prepare(config)
 
     return [

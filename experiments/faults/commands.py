@@ -17,7 +17,7 @@ from unittest import mock
 
 from atlasjax import cli
 from atlasjax.cli import train as command
-from atlasjax.train import default_config
+from atlasjax.train import default_config, resume
 from atlasjax.train import setup as setup_lib
 from atlasjax.train.errors import user_errors
 from experiments.faults.run import Case
@@ -113,5 +113,5 @@ def _asked(line: list[str]) -> str:
 
 def _prepared(config: Any, **_: Any) -> None:
     with user_errors():
-        setup_lib.check_resumable(config)
+        resume.check_resumable(config)
         setup_lib.prepare(config)

@@ -7,11 +7,11 @@ import time
 from unittest import mock
 
 from atlasjax.data.windows import Batch
-from atlasjax.train import TrainConfig, loop, setup
+from atlasjax.train import TrainConfig, loop, resume
 from tests.train import child
 
 _SECONDS = 5.0
-_check = setup.check_resumable
+_check = resume.check_resumable
 _next_batch = loop._Run._next_batch
 
 
@@ -30,7 +30,7 @@ def read_late(run: loop._Run, step: int) -> Batch:
 
 if __name__ == "__main__":
     with (
-        mock.patch.object(setup, "check_resumable", check_late),
+        mock.patch.object(resume, "check_resumable", check_late),
         mock.patch.object(loop._Run, "_next_batch", read_late),
     ):
         child.main(*sys.argv[1:])

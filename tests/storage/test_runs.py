@@ -19,7 +19,7 @@ from atlasjax.train import ConfigError, OptimizerConfig, TrainConfig, load_run, 
 from atlasjax.train.errors import SaveError
 from atlasjax.train.reports import metrics
 from atlasjax.train.reports.plot import plot_loss
-from atlasjax.train.saving import checkpoint, compiled_programs, saves
+from atlasjax.train.saving import checkpoint, compiled_programs, saves, step_folders
 from tests.distributed.test_processes import coordinator
 from tests.storage.server import BUCKET, Fault
 from tests.train.test_compiled_programs import STEP, compilations, keep_all  # noqa: F401
@@ -360,7 +360,7 @@ def test_a_lost_answer_about_a_manifest(server, tmp_path, saves_at_once, monkeyp
         result = train(run)
     assert lost.seen == 1
     assert notices(capsys) == [f"(1 of {saves.REPEATS})"]
-    assert checkpoint.complete_steps(result.checkpoint.parent) == kept
+    assert step_folders.complete_steps(result.checkpoint.parent) == kept
     undisturbed = train(local)
     assert train_losses(run.run_dir) == train_losses(local.run_dir)
     assert result.evaluation == undisturbed.evaluation

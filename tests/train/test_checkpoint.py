@@ -21,8 +21,8 @@ from atlasjax.train import CheckpointError, Checkpoints, ConfigError, NonFiniteE
 from atlasjax.train.errors import RunError, SaveError
 from atlasjax.train.reports.runtime_errors import explained
 from atlasjax.train.saving import checkpoint, integrity
-from atlasjax.train.saving.checkpoint import check_path
 from atlasjax.train.saving.quiet import root_cause
+from atlasjax.train.saving.step_folders import check_path
 from tests.marks import some_slow
 from tests.train.tiny import child
 

@@ -15,7 +15,16 @@ from atlasjax.config_json import to_dict
 from atlasjax.data import DataConfig
 from atlasjax.data.tokenizers import BpeTokenizer, ByteTokenizer, make_tokenizer
 from atlasjax.distributed import MeshConfig
-from atlasjax.train import Checkpoints, ConfigError, Interrupted, NonFiniteError, OptimizerConfig, load_run, loop, train
+from atlasjax.train import (
+    Checkpoints,
+    ConfigError,
+    Interrupted,
+    NonFiniteError,
+    OptimizerConfig,
+    load_run,
+    resume,
+    train,
+)
 from atlasjax.train import setup as setup_lib
 from atlasjax.train.reports import metrics
 from atlasjax.train.reports.progress import Progress
@@ -129,7 +138,7 @@ def test_an_old_checkpoint_that_is_unreadable_is_set_aside(done, tmp_path):
     (tmp_path / "run/checkpoints/2/_CHECKPOINT_METADATA").write_text("[1]")
     setup = setup_lib.prepare(run)
     with Checkpoints(tmp_path / "run/checkpoints") as checkpoints:
-        _, resumed_from, notes = loop._first_state(setup, checkpoints, iter(setup.train_data))
+        _, resumed_from, notes = resume.first_state(setup, checkpoints, iter(setup.train_data))
         assert (resumed_from, checkpoints.steps()) == (4, [4])
     aside = tmp_path / "run/damaged/2"
     assert aside.is_dir()
@@ -254,9 +263,9 @@ def test_options_that_change_the_optimizers_state_are_refused(done, tmp_path, mo
     monkeypatch.setattr(Checkpoints, "newest_config", lambda _: to_dict(run))
     if refused:
         with pytest.raises(ValueError, match=r"must not change \(optimizer.options: '{}' → '{\"momentum\": ?0.9}'\)"):
-            setup_lib.check_resumable(changed)
+            resume.check_resumable(changed)
     else:
-        assert [line.partition(":")[0] for line in setup_lib.check_resumable(changed)] == ["optimizer.options"]
+        assert [line.partition(":")[0] for line in resume.check_resumable(changed)] == ["optimizer.options"]
 
 
 def test_a_signal_before_the_first_step(tmp_path, monkeypatch):

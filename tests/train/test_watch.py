@@ -13,7 +13,7 @@ from atlasjax import memory
 from atlasjax.distributed import MeshConfig, global_batch, make_mesh
 from atlasjax.nn import AttentionConfig, MemoryConfig
 from atlasjax.nn.caching import CachingConfig
-from atlasjax.train import NonFiniteError, OptimizerConfig, TrainConfig, jit_train_step, loop, train
+from atlasjax.train import NonFiniteError, OptimizerConfig, TrainConfig, jit_train_step, learner, train
 from atlasjax.train import state as state_lib
 from atlasjax.train import step as step_lib
 from atlasjax.train.config import changes_on_resume
@@ -53,7 +53,7 @@ def opening(monkeypatch, layer, head, rate):
 
         return both
 
-    monkeypatch.setattr(loop, "jit_train_step", jitted)
+    monkeypatch.setattr(learner, "jit_train_step", jitted)
 
 
 def test_a_memory_that_grows_is_reported_before_anything_is_nan(tmp_path, monkeypatch, capsys):

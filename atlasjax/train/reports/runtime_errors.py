@@ -1,4 +1,4 @@
-"""What the runtime's errors mean for a run."""
+"""Explains errors of the runtime to the user of a run."""
 
 import contextlib
 from collections.abc import Iterator
@@ -6,9 +6,20 @@ from collections.abc import Iterator
 import jax
 
 from atlasjax import storage
-from atlasjax.distributed.processes import lost_process
+from atlasjax.distributed import processes
 from atlasjax.train.errors import ProcessDiedError, RunError, SaveError
-from atlasjax.train.saving.checkpoint import complete_steps
+from atlasjax.train.saving.step_folders import complete_steps
+
+
+@contextlib.contextmanager
+def aborts_explained(run_dir: storage.AnyPath) -> Iterator[None]:
+    """Within it, an abort by jax's coordination service says that another process has ended, and exits with the code for it."""
+    if jax.process_count() == 1:
+        yield
+        return
+    message = lambda: died(run_dir, "jax's coordination service aborts this one")
+    with processes.aborts_explained(message, ProcessDiedError.code):
+        yield
 
 
 @contextlib.contextmanager
@@ -19,7 +30,7 @@ def explained(run_dir: storage.AnyPath) -> Iterator[None]:
     except Exception as error:
         # A store loses connections too; and if a process were lost, they could not have agreed that a save failed.
         alone = jax.process_count() == 1 or isinstance(error, storage.StoreError | SaveError)
-        cause = None if alone else lost_process(error)
+        cause = None if alone else processes.lost_process(error)
         # A RunError is explained already, and a save whose disk is full says RESOURCE_EXHAUSTED too.
         if cause is None and "RESOURCE_EXHAUSTED" in str(error) and not isinstance(error, RunError | OSError):
             said = next(line for line in str(error).splitlines() if "RESOURCE_EXHAUSTED" in line)[:200].strip(" .")
@@ -33,7 +44,7 @@ def explained(run_dir: storage.AnyPath) -> Iterator[None]:
 
 
 def died(run_dir: storage.AnyPath, cause: str) -> str:
-    """What to say when another process is lost."""
+    """The message when another process is lost."""
     folder = run_dir / "checkpoints"
     steps = complete_steps(folder)
     last = f"The last checkpoint is {folder / str(steps[-1])}." if steps else "No checkpoint was saved yet."

@@ -23,7 +23,7 @@ WAITING = "waiting"  # for its devices or for other processes
 
 
 class Report(NamedTuple):
-    """What a process said of itself.
+    """A process's report on itself.
 
     Attributes:
       step: the step that it is at.
@@ -88,6 +88,7 @@ class Stalls:
         self._store, self._index, self._count, self._hosts, self._say = store, index, count, hosts, say
         self._every, self._after = after / _REPORTS, after
         self._stop = threading.Event()
+        # A daemon: a process that ends with an error must not wait for it.
         self._thread = threading.Thread(target=self._run, name="stalls", daemon=True)
         self._now: tuple[int, str, float] = (0, WAITING, time.monotonic())
         self._beats = 0
@@ -104,7 +105,7 @@ class Stalls:
             self._thread.join(timeout=self._every)
 
     def at(self, step: int) -> None:
-        """Says that this process has come to a step. What it does there counts as waiting, unless `doing` says something else."""
+        """Says that this process has come to a step. It counts as waiting there, unless `doing` says something else."""
         self._now = (step, WAITING, time.monotonic())
 
     @contextlib.contextmanager
@@ -118,7 +119,7 @@ class Stalls:
             self._now = (self._now[0], before, time.monotonic())
 
     def _run(self) -> None:
-        quiet = self._after
+        quiet = self._after  # doubled after each message, so that a long compilation does not fill the log
         while not self._stop.wait(self._every):
             # A store that cannot be reached belongs to a job that is ending, of which jax tells.
             with contextlib.suppress(Exception):

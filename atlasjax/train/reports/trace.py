@@ -32,6 +32,7 @@ class Trace:
     def begin(self, step: int, state: PyTree) -> None:
         """Call before each step, with the state that it starts from. A resumed run may begin within the steps."""
         if not self._running and self._first <= step <= self._last:
+            # Steps are dispatched ahead: without waiting, the trace would begin within an earlier one.
             jax.block_until_ready(state)
             if isinstance(self._folder, storage.StorePath):
                 self._written = self._temporary.enter_context(storage.temporary_folder("trace"))
@@ -42,7 +43,7 @@ class Trace:
         """Call after each step, with its state. Returns a line for the user if the trace was written."""
         if not self._running or step < self._last:
             return None
-        jax.block_until_ready(state)
+        jax.block_until_ready(state)  # otherwise the trace would end before this step
         self._stop()
         return f"The trace of steps {self._first} to {self._last} is in {self._folder}."
 

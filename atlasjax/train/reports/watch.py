@@ -102,7 +102,7 @@ class MemoryWatch:
 
     @functools.cached_property
     def helps(self) -> str:
-        """What keeps the memories small, for a user."""
+        """Options that keep the memories small, for a user."""
         return " and ".join(dict.fromkeys(what_helps(part, option) for option, part in _watched(self._model).items()))
 
     def _next(self, one: _Seen) -> float:

@@ -10,32 +10,26 @@ its final name from the start, and is complete once it contains commit_success.t
 import concurrent.futures
 import contextlib
 import dataclasses
-import re
-import shutil
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import jax
 from jaxtyping import PyTree
 
-from atlasjax import json_text, storage
+from atlasjax import storage
 from atlasjax.train.errors import CheckpointError, ConfigError, NonFiniteError, ProcessDiedError, SaveError
-from atlasjax.train.saving import integrity
+from atlasjax.train.saving import integrity, step_folders
 from atlasjax.train.saving.quiet import join_writers, no_leftovers, quiet, root_cause
 from atlasjax.train.saving.saves import agreed_cause, agreed_done
-from atlasjax.train.saving.step_folders import StepFolders
-from atlasjax.train.state import TrainState
 from atlasjax.train.trainable import replaced
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # so that `runs` costs no more than jax: with the state come Flax and Optax
     from orbax.checkpoint import v1 as ocp
 
     from atlasjax.data.pipeline import Position
+    from atlasjax.train.state import TrainState
 
-_JSON = ("position", "config", "integrity")
-_TOKENIZER = "tokenizer"
-_COMMITTED = "commit_success.txt"  # Orbax's marker in a bucket
 DEADLINE = 300  # seconds for a save of several processes: when one fails, the others wait for it until then
 LONGEST = 1200  # each failure doubles the deadline, in case the save was only slow, up to Orbax's own
 
@@ -51,7 +45,7 @@ class Restored:
       skipped: newer checkpoints that could not be used, as (step, reason), newest first.
     """
 
-    state: TrainState
+    state: "TrainState"
     positions: "list[Position | None]"
     step: int
     skipped: list[tuple[int, str]]
@@ -75,11 +69,12 @@ class Checkpoints:
         self.failures = 0
         self._keep, self._clean = keep, clean
         self._opened = 0
-        self._folders = StepFolders()
+        self._folders = step_folders.StepFolders()
         with contextlib.ExitStack() as silent:
             silent.enter_context(quiet("absl"))
             self._checkpointer = self._open()
             self._exit = silent.pop_all()
+        # Orbax's response can only be waited for. In a thread of ours, `check` can ask whether it has come.
         self._waiter = concurrent.futures.ThreadPoolExecutor(1, "save")
         self._pending: tuple[int, concurrent.futures.Future[object]] | None = None
         self._failed_step: int | None = None
@@ -91,7 +86,7 @@ class Checkpoints:
         from orbax.checkpoint import v1 as ocp
 
         registry = ocp.handlers.local_registry()
-        for name in _JSON:
+        for name in integrity.JSON:
             registry.add(ocp.handlers.JsonHandler, checkpointable_name=name)
         context = ocp.Context()
         context.checkpointables.registry = registry
@@ -144,7 +139,7 @@ class Checkpoints:
         return self.directory / str(step)
 
     def save(
-        self, state: TrainState, positions: "Sequence[Position | None]", config: Mapping[str, object],
+        self, state: "TrainState", positions: "Sequence[Position | None]", config: Mapping[str, object],
         tokenizer: str | None = None,
     ) -> None:  # fmt: skip
         """Starts saving a state and returns as soon as its arrays are copied. First waits for the previous save.
@@ -170,7 +165,8 @@ class Checkpoints:
         fingerprint = integrity.describe(state, unchecked=integrity.statistics(state))
         if not fingerprint["finite"]:
             raise NonFiniteError(f"The training state after step {step} has NaN or infinite values. It was not saved.")
-        if (cause := self._missing_space(state)) is not None:
+        missing = step_folders.missing_space(self.directory, (state.params, state.optimizer, state.ema))
+        if (cause := agreed_cause(missing)) is not None:
             raise CheckpointError(self._failure(step, cause))
         content = {
             "params": state.params,
@@ -178,11 +174,7 @@ class Checkpoints:
             "progress": {"key": state.key, "step": state.step},
             "position": list(positions),
             "config": config,
-            "integrity": {
-                **fingerprint["sums"],
-                **_text_sums({"position": list(positions), "config": config, _TOKENIZER: tokenizer}),
-                _TOKENIZER: tokenizer,
-            },
+            "integrity": integrity.content(fingerprint["sums"], list(positions), config, tokenizer),
         }
         self._other_threads = set(threading.enumerate())
         with contextlib.ExitStack() as saving, self._starting(step):
@@ -238,7 +230,7 @@ class Checkpoints:
         """
         for step in reversed(self.steps()):
             with contextlib.suppress(CheckpointError):
-                return step, self._load(step, {})["integrity"].get(_TOKENIZER)
+                return step, self._load(step, {})["integrity"].get("tokenizer")
         return None
 
     def newest_config(self) -> dict[str, object] | None:
@@ -248,7 +240,7 @@ class Checkpoints:
                 return self.config(step)
         return None
 
-    def restore(self, abstract: TrainState, step: int | None = None) -> Restored:
+    def restore(self, abstract: "TrainState", step: int | None = None) -> Restored:
         """Reads the newest usable checkpoint, or the checkpoint of `step`.
 
         A checkpoint is skipped if it cannot be read, or if its arrays differ in any bit from those that were saved.
@@ -268,7 +260,8 @@ class Checkpoints:
             **({} if abstract.ema is None else {"ema": abstract.ema}),
         }
         loaded, used, skipped = self._load_newest(target, step)
-        state = TrainState(loaded["params"], loaded["optimizer"], **loaded["progress"], ema=loaded.get("ema"))
+        arrays = {name: loaded.get(name) for name in ("params", "optimizer", "ema")}
+        state = dataclasses.replace(abstract, **arrays, **loaded["progress"])
         return Restored(state, loaded["position"], used, skipped)
 
     def restore_params(
@@ -311,7 +304,7 @@ class Checkpoints:
         away: storage.StoreError | None = None
         with quiet("asyncio", "concurrent.futures"), no_leftovers():
             try:
-                loaded = self._checkpointer.load_checkpointables(step, {**target, **dict.fromkeys(_JSON)})
+                loaded = self._checkpointer.load_checkpointables(step, {**target, **dict.fromkeys(integrity.JSON)})
             except Exception as error:  # whatever the storage libraries raise on damaged files
                 if storage.is_outage(error):  # of the store; the checkpoint may be intact
                     away = storage.explained(str(self.path(step)), error)
@@ -320,29 +313,8 @@ class Checkpoints:
             raise away
         if cause is not None:
             raise CheckpointError(f"cannot be read ({cause})")
-        for name in _JSON:
-            if json_text.is_deep(loaded[name]):
-                raise CheckpointError(f"damaged: {name} is nested too deep")
-        saved = loaded["integrity"]
-        if not isinstance(saved, dict):
-            raise CheckpointError(f"damaged: integrity is {str(saved)[:40]!r}; it should be the saved checksums")
-        if saved.get(".step") != step:  # the checksum of one integer is that integer
-            raise CheckpointError(f"it holds step {saved.get('.step')}: it was moved or copied to this folder")
-        arrays = {name: loaded[name] for name in target}
-        if "progress" in arrays:
-            arrays = {**{n: x for n, x in arrays.items() if n != "progress"}, **arrays["progress"]}
-        sums = {
-            f".{name}{path}": value
-            for name, tree in arrays.items()
-            for path, value in integrity.describe(tree)["sums"].items()
-        }
-        # Checkpoints of older versions have no checksums of position, config and tokenizer.
-        texts = _text_sums({**loaded, _TOKENIZER: saved.get(_TOKENIZER)})
-        sums |= {name: value for name, value in texts.items() if name in saved}
-        saved = {path: value for path, value in saved.items() if path in sums or path.startswith(_prefixes(arrays))}
-        wrong = integrity.damaged(saved, sums)
-        if wrong:
-            self._check_dtypes(step, arrays.get("params", {}))
+        if wrong := integrity.altered(loaded, list(target), step):
+            self._check_dtypes(step, loaded.get("params", {}))
             more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
             raise CheckpointError(f"damaged: checksum mismatch in {wrong[0]}{more}")
         return loaded
@@ -356,21 +328,6 @@ class Checkpoints:
                 name = jax.tree_util.keystr(path)
                 raise CheckpointError(f".params{name} was saved as {dtypes[path]}, the model has {leaf.dtype}")
 
-    def _missing_space(self, state: TrainState) -> str | None:
-        """Why the state has no room on the disk of some process, None if it has. All processes call it together."""
-        if isinstance(self.directory, storage.StorePath):
-            return None  # a bucket has no size limit
-        needed = sum(
-            shard.data.nbytes
-            for leaf in jax.tree.leaves((state.params, state.optimizer, state.ema))
-            for shard in leaf.addressable_shards
-            if shard.replica_id == 0
-        )
-        free, cause = shutil.disk_usage(self.directory).free, None
-        if free < needed:
-            cause = f"the disk has {free / 2**20:.1f} MiB free; the checkpoint needs {needed / 2**20:.1f} MiB"
-        return agreed_cause(cause)
-
     def _wait(self, *, agree: bool) -> None:
         if self._pending is None:
             return
@@ -381,24 +338,12 @@ class Checkpoints:
             if error is not None:
                 join_writers(self._other_threads)  # before process 0 removes what they have written
             elif jax.process_index() == 0:
-                cause = self._unmerged(step)
+                cause = step_folders.unmerged(self.path(step))
             if agree:
                 cause = agreed_cause(cause)
             if cause is not None:
                 raise SaveError(self._failed(step, cause)) from error
         self.failures = 0
-
-    def _unmerged(self, step: int) -> str | None:
-        """Why a step that Orbax has saved could never be read, None if it can; such a step is removed.
-
-        Orbax merges what the processes have written, and says nothing if it finds none of it.
-        """
-        folder = self.path(step)
-        with contextlib.suppress(OSError):  # of a store; then nothing is known
-            if not (folder / "params" / "manifest.ocdbt").exists():
-                folder.rmtree() if isinstance(folder, storage.StorePath) else shutil.rmtree(folder, ignore_errors=True)
-                return "params/manifest.ocdbt is missing, without which its arrays cannot be read"
-        return None
 
     def _reopen(self, step: int) -> None:
         """After a failed save: Orbax has already forgotten the checkpoints that it would have replaced."""
@@ -426,54 +371,15 @@ class Checkpoints:
 
     def _clear_failed(self) -> None:
         """Removes what a failed save has written. Its other threads may continue to write until the checkpointer is closed."""
-        if self._failed_step is None or jax.process_index() != 0:
-            return
-        if isinstance(self.directory, storage.StorePath):
-            left = self.directory / str(self._failed_step)
-            with contextlib.suppress(OSError):  # the store itself may have failed; the next job cleans up
-                if self._failed_step not in complete_steps(self.directory) and left.is_dir():
-                    left.rmtree()
-        else:
-            for leftover in self.directory.glob(f"{self._failed_step}.*tmp*"):
-                shutil.rmtree(leftover, ignore_errors=True)
+        if self._failed_step is not None and jax.process_index() == 0:
+            step_folders.remove_incomplete(self.directory, self._failed_step)
 
     def _failure(self, step: int, cause: str) -> str:
         try:
-            intact = [done for done in complete_steps(self.directory) if done != step]
+            intact = [done for done in step_folders.complete_steps(self.directory) if done != step]
         except OSError:  # the store itself has failed
             intact = [done for done in self.steps() if done != step]
         kept = f"The checkpoints before it are intact; the newest is {self.path(intact[-1])}." if intact else (
             "There is no earlier checkpoint."
         )  # fmt: skip
         return f"Saving the checkpoint of step {step} failed: {cause}. {kept}"
-
-
-def check_path(run_dir: storage.AnyPath) -> None:
-    r"""Checks that Orbax can read what it saves in a folder of this machine.
-
-    It merges what the processes have written with `glob`, to which [x] is a pattern, and TensorStore reads a backslash as a slash.
-
-    Raises:
-      ValueError: the absolute path has [x] or a backslash.
-    """
-    found = re.search(r"\\|\[[^/]*\]", str(run_dir.absolute()))
-    if found and not isinstance(run_dir, storage.StorePath):
-        raise ValueError(
-            f"run_dir is {str(run_dir)!r}, whose absolute path has {found[0]!r}; it should have no brackets and no backslashes, "
-            "because no checkpoint could be read from there."
-        )
-
-
-def complete_steps(directory: storage.AnyPath) -> list[int]:
-    """The steps in a folder of checkpoints whose saves are complete, oldest first, damaged ones included. Reads no metadata."""
-    marker = _COMMITTED if isinstance(directory, storage.StorePath) else ""
-    found = (folder for folder in directory.glob("[0-9]*") if folder.name.isdecimal() and (folder / marker).exists())
-    return sorted(int(folder.name) for folder in found)
-
-
-def _text_sums(content: Mapping[str, PyTree]) -> dict[str, int]:
-    return {f".{name}": integrity.text_sum(content[name]) for name in ("position", "config", _TOKENIZER)}
-
-
-def _prefixes(arrays: Iterable[str]) -> tuple[str, ...]:
-    return tuple(f".{name}" for name in arrays)

@@ -47,7 +47,7 @@ class CompiledPrograms:
         self._writing: concurrent.futures.Future[None] | None = None
 
     def load(self) -> None:
-        """Copies the programs of the run to JAX's cache, in all processes or in none. What is damaged is left out."""
+        """Copies the programs of the run to JAX's cache, in all processes or in none. Damaged ones are left out."""
         loaded: dict[str, bytes] = {}
         try:
             if self._folder.is_dir():
@@ -121,7 +121,7 @@ def kept(config: TrainConfig, say: Say) -> Iterator[CompiledPrograms | None]:
     if not config.compilation_cache:
         yield None
         return
-    # Of these paths, JAX makes those of XLA's own caches part of an entry's name; a temporary one would never be found again.
+    # JAX makes the paths of XLA's own caches part of an entry's name. With a temporary path no entry would ever be found again.
     names = ("jax_compilation_cache_dir", "jax_persistent_cache_enable_xla_caches")
     before = {name: jax.config.values[name] for name in names}
     with storage.temporary_folder("compiled") as local:

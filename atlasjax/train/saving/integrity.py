@@ -6,14 +6,23 @@ The storage format detects truncated files, but a flipped bit or a changed data 
 import functools
 import json
 import zlib
-from typing import TypedDict
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, TypedDict
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
+from atlasjax import json_text
 from atlasjax.distributed.sharding import parameter_of
-from atlasjax.train.state import TrainState
+from atlasjax.train.errors import CheckpointError
+
+if TYPE_CHECKING:  # Flax and Optax come with it, which take as long to import as jax: too long for a message to a user
+    from atlasjax.train.state import TrainState
+
+JSON = ("position", "config", "integrity")
+"""The parts of a checkpoint that are JSON."""
+_TOKENIZER = "tokenizer"
 
 
 class Fingerprint(TypedDict):
@@ -38,7 +47,7 @@ def describe(state: PyTree, unchecked: frozenset[str] = frozenset()) -> Fingerpr
     return {"finite": bool(finite), "sums": {path: int(value) for path, value in zip(paths, sums)}}
 
 
-def statistics(state: TrainState) -> frozenset[str]:
+def statistics(state: "TrainState") -> frozenset[str]:
     """The paths of what an optimizer keeps beside moments of the parameters.
 
     It may be infinite: the least loss so far is at first.
@@ -50,6 +59,47 @@ def statistics(state: TrainState) -> frozenset[str]:
         for path, leaf in jax.tree.leaves_with_path(state)
         if path[0] == optimizer and parameter_of(path[1:], leaf, shapes) is None
     )
+
+
+def content(
+    sums: Mapping[str, int], positions: object, config: Mapping[str, object], tokenizer: str | None
+) -> dict[str, int | str | None]:
+    """The JSON that is saved beside a state: the sums of its arrays and of the other JSON, and the tokenizer's fingerprint."""
+    texts = _text_sums({"position": positions, "config": config, _TOKENIZER: tokenizer})
+    return {**sums, **texts, _TOKENIZER: tokenizer}
+
+
+def altered(loaded: Mapping[str, PyTree], arrays: Sequence[str], step: int) -> list[str]:
+    """The paths of what is not, in every bit, as it was saved.
+
+    Args:
+      loaded: parts of a checkpoint by name, all JSON among them.
+      arrays: the names of those that are arrays.
+      step: the step that its folder is named after.
+
+    Raises:
+      CheckpointError: it is another step, or has no checksums to compare with.
+    """
+    for name in JSON:
+        if json_text.is_deep(loaded[name]):
+            raise CheckpointError(f"damaged: {name} is nested too deep")
+    saved = loaded["integrity"]
+    if not isinstance(saved, dict):
+        raise CheckpointError(f"damaged: integrity is {str(saved)[:40]!r}; it should be the saved checksums")
+    if saved.get(".step") != step:  # the checksum of one integer is that integer
+        raise CheckpointError(f"it holds step {saved.get('.step')}: it was moved or copied to this folder")
+    state = {name: loaded[name] for name in arrays if name != "progress"}
+    state |= loaded["progress"] if "progress" in arrays else {}
+    sums = {f".{name}{path}": value for name, tree in state.items() for path, value in describe(tree)["sums"].items()}
+    # Checkpoints of older versions have no checksums of position, config and tokenizer.
+    texts = _text_sums({**loaded, _TOKENIZER: saved.get(_TOKENIZER)})
+    sums |= {name: value for name, value in texts.items() if name in saved}
+    prefixes = tuple(f".{name}" for name in state)
+    return damaged({path: x for path, x in saved.items() if path in sums or path.startswith(prefixes)}, sums)
+
+
+def _text_sums(parts: Mapping[str, object]) -> dict[str, int]:
+    return {f".{name}": text_sum(parts[name]) for name in ("position", "config", _TOKENIZER)}
 
 
 def text_sum(value: object) -> int:

@@ -27,7 +27,7 @@ def hold(run_dir: AnyPath) -> Iterator[Callable[[], None]]:
     """
     with contextlib.ExitStack() as held:
         failure: Exception | None = None
-        confirm: Callable[[], None] = lambda: None
+        confirm: Callable[[], None] = lambda: None  # a lock of the file system cannot be lost
         if jax.process_index() == 0:
             try:
                 if isinstance(run_dir, StorePath):

@@ -6,6 +6,7 @@ from atlasjax import storage
 from atlasjax.distributed.processes import ProcessConfig
 from atlasjax.train.config import TrainConfig, run_folder, saved_config
 from atlasjax.train.errors import ConfigError, user_errors
+from atlasjax.train.saving.checkpoint import Checkpoints
 
 
 def checkpoint_folder(run_dir: str | storage.AnyPath) -> storage.AnyPath:
@@ -29,9 +30,6 @@ def run_config(run_dir: str | storage.AnyPath) -> TrainConfig | None:
         folder, file = run_folder(run_dir) / "checkpoints", run_folder(run_dir) / "config.json"
         there = folder.is_dir()
     if there:
-        # Here, because Flax and Optax come with it, which take as long to import as jax.
-        from atlasjax.train.saving.checkpoint import Checkpoints
-
         with Checkpoints(folder, clean=False) as checkpoints:
             saved = checkpoints.newest_config()
     if saved is None:

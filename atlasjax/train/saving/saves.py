@@ -11,13 +11,13 @@ from jax.experimental import multihost_utils
 from atlasjax.distributed.processes import lost_process
 from atlasjax.train.errors import SaveError
 
-REPEATS = 3  # in a row
+REPEATS = 3  # in a row: most outages of a store end within them, and a full disk stays full
 PAUSE = 5.0  # seconds before each
 _BYTES = 400  # of a cause that is told to the others
 
 
 class Saving(Protocol):
-    """What is repeated (see `checkpoint.Checkpoints`)."""
+    """An object whose saves are repeated (see `checkpoint.Checkpoints`)."""
 
     failures: int
 
