@@ -57,7 +57,7 @@ class Sizes:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What one backend did.
+    """The result of one backend.
 
     Attributes:
       name: the backend.
@@ -245,7 +245,7 @@ class _Call(NamedTuple):
 
 @functools.lru_cache(maxsize=3)
 def _definition(what: str, sizes: Sizes) -> PyTree:
-    """What `memory.reference` gives for one of `_CALLS`, in float32 with exact products."""
+    """The result of `memory.reference` for one of `_CALLS`, in float32 with exact products."""
     with jax.default_matmul_precision("highest"):
         return _CALLS[what].run(sizes, "reference", True)
 

@@ -32,7 +32,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 
 
 class Text(Protocol):
-    """What is needed of a tokenizer."""
+    """The methods of a tokenizer that are used here."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -140,7 +140,7 @@ class HarnessModel(TemplateLM):
         return self._scorer.batch_size
 
     def get_model_info(self) -> dict[str, object]:
-        """What lm-eval adds to the config in its results: `about`, and what was counted."""
+        """Facts that lm-eval adds to the config in its results: `about`, and what was counted."""
         window = "whole documents" if self._window is None else self._window
         return {**self._about, "prefix_token": self._prefix, "window": window, "truncated_contexts": self.truncated}
 
@@ -150,7 +150,7 @@ class HarnessModel(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """What lm-eval keeps texts of conversations apart by; nothing is kept here."""
+        """The name by which lm-eval tells kept texts of conversations apart. Nothing is kept here."""
         return "atlasjax"
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:

@@ -81,7 +81,7 @@ def evaluate(
     sums = []
     for batch in itertools.islice(batches, max_batches):
         check.plain_array("evaluate", "batch", batch)  # `put` ignores a mask
-        sums.append(eval_step(params, put(batch)))
+        sums.append(eval_step(params, put(batch)))  # not read yet, so that the devices do not wait for the host
     nats, tokens, num_bytes = (sum(float(part[i]) for part in sums) for i in range(3))
     if not tokens or not num_bytes:
         raise ValueError("the held-out text has no token to predict: give it more text, or a shorter sequence_length.")

@@ -1,4 +1,4 @@
-"""What a plan needs to know of a device."""
+"""The facts of a device that a plan uses."""
 
 from typing import NamedTuple
 

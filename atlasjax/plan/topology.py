@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Compiler(Protocol):
-    """What the modules `libtpu` and `cuda` provide."""
+    """The interface of the modules `libtpu` and `cuda`."""
 
     ACCELERATORS: Mapping[str, Accelerator]
     SHAPE: str

@@ -83,7 +83,7 @@ def niah_multi_query(setting: Setting) -> Prompt:
 
 
 class _Needles:
-    """What is random in a task of needles.
+    """The random parts of a task of needles.
 
     Args:
       setting: of the prompt.

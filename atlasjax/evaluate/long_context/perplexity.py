@@ -57,7 +57,7 @@ add(TextTask("sliding_window_perplexity", sliding_window, "the loss of a text wi
 
 
 def _value(nats: np.ndarray, sizes: np.ndarray, positions: tuple[int, int] | None = None) -> Value:
-    """Of the cross entropy of tokens, and their bytes, [windows, time]."""
+    """The value for the cross entropies of tokens and their bytes, [windows, time]."""
     loss = float(nats.mean())
     metrics = {
         "loss": loss,

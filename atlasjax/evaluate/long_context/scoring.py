@@ -20,7 +20,7 @@ def any_answer(prompt: Prompt, text: str) -> float:
 def one_label(prompt: Prompt, text: str) -> float:
     """1 if the first sentence of the text names the answer and no other label, else 0. Labels of the question do not count.
 
-    As in BABILong (arXiv 2406.10149).
+    This is the measure of BABILong (arXiv 2406.10149).
     """
     sentence = text.lower().split(".")[0].split("<context>")[0].split("<example>")[0].split("question")[0]
     named = {label.lower() for label in prompt.labels if label.lower() in sentence}

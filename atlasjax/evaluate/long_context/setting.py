@@ -1,4 +1,4 @@
-"""What a prompt is made from, and which prompts are asked."""
+"""The material of a prompt, and the plan of which prompts are asked."""
 
 import dataclasses
 import zlib
@@ -12,7 +12,7 @@ from atlasjax.evaluate.long_context.haystack import Haystack
 
 
 class Tokenizer(Protocol):
-    """What is needed of a tokenizer."""
+    """The methods of a tokenizer that are used here."""
 
     def encode(self, text: str, /) -> np.ndarray:
         """Return the tokens of `text`, int32 [time]."""
@@ -25,7 +25,7 @@ class Tokenizer(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What one prompt is made from. Equal settings give equal prompts.
+    """The material of one prompt. Equal settings give equal prompts.
 
     Attributes:
       seed: chooses all that is random. The same seed asks the same question at every length and depth.
@@ -75,11 +75,11 @@ class Prompt:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What tasks are asked.
+    """The prompts that tasks are asked.
 
     Attributes:
       lengths: tokens of prompt and answer together.
-      depths: where the answer is, from 0 to 1. Of tasks without a depth there are `samples` prompts for each length.
+      depths: where the answer is, from 0 to 1. Tasks without a depth have `samples` prompts for each length.
       samples: prompts for each length and depth, with the seeds seed, seed + 1, ….
       seed: the first seed.
 

@@ -1,4 +1,4 @@
-"""What a long-context task is, and the table of all of them."""
+"""The kinds of long-context tasks, and the table of all tasks."""
 
 import dataclasses
 import math
@@ -26,7 +26,7 @@ class Reader(Protocol):
         ...
 
     def score(self, pairs: Sequence[tuple[np.ndarray, np.ndarray]], /) -> list[Score]:
-        """What the model says of continuations, each given its context."""
+        """The model's likelihoods of continuations, each given its context."""
         ...
 
     def generate(
@@ -39,7 +39,7 @@ class Reader(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What tasks are run on.
+    """The settings of a run of tasks.
 
     Attributes:
       plan: lengths, depths, samples and seed.
@@ -108,8 +108,8 @@ class Result:
     Attributes:
       task: name of the task.
       length: tokens of prompt and answer together, or of a window of text.
-      values: of a task with depths, the one of all samples first, then those of the depths; of one depth, only its value. Of a
-        text, the one of all tokens first, then those of the positions.
+      values: for a task with depths, the value of all samples first, then the values of the depths; for one depth, only its value.
+        For a text, the value of all tokens first, then the values of the positions.
       tokens: tokens read.
       seconds: for reading and answering, compilation included.
       peak_memory: largest resident memory of this process so far, in bytes.
@@ -131,7 +131,7 @@ class Result:
 
 
 class Task(Protocol):
-    """What runs under a name. `PromptTask` and `TextTask` are of this kind."""
+    """A task that runs under a name, such as `PromptTask` and `TextTask`."""
 
     @property
     def name(self) -> str: ...
@@ -189,7 +189,7 @@ class PromptTask:
                 self.make(setting)
 
     def depths(self, plan: Plan) -> Sequence[float | None]:
-        """Those of the plan, if `has_depth`."""
+        """The depths of the plan, if `has_depth`."""
         return plan.depths if self.has_depth else (None,)
 
     def result(self, run: Run, length: int, depth: float | None) -> Result:
@@ -262,7 +262,7 @@ def peak_memory() -> int:
 
 
 def standard_error(values: Sequence[float] | np.ndarray) -> float:
-    """Of the mean; NaN of a single value."""
+    """The standard error of the mean; NaN for a single value."""
     return float(np.std(values, ddof=1) / math.sqrt(len(values))) if len(values) > 1 else math.nan
 
 
