@@ -102,13 +102,21 @@ def test_every_page_is_in_the_navigation():
     assert {page for page in listed if not (DOCS / page).exists()} == {p for p in listed if (ROOT / p).exists()}
 
 
-_INSIDE = ("memory", "memory/fast_weights", "memory/softmax", "memory/caching", "memory/log_linear", "mixers/elastic")
+_INSIDE = (
+    "memory",
+    "train",
+    "memory/fast_weights",
+    "memory/softmax",
+    "memory/caching",
+    "memory/log_linear",
+    "mixers/elastic",
+)
 
 
 @pytest.mark.parametrize("folder", _INSIDE)
 def test_the_architecture_names_every_module(folder):
     """The table after "Inside `folder`" has every module of the folder, and no other."""
-    name = {"memory": "atlasjax.memory"}.get(folder, folder.removeprefix("memory/"))
+    name = {"memory": "atlasjax.memory", "train": "atlasjax.train"}.get(folder, folder.removeprefix("memory/"))
     after = (DOCS / "architecture.md").read_text().split(f"Inside `{name}`")
     assert len(after) == 2
     rows = re.search(r"(?:^\|.*\n)+", after[1], re.MULTILINE)[0].splitlines()[2:]
