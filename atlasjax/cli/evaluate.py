@@ -24,7 +24,7 @@ from atlasjax.evaluate.lm import LanguageModelResult, evaluate_stream
 from atlasjax.train import state as state_lib
 from atlasjax.train.config import HELD_OUT, TrainConfig, parse_sets
 from atlasjax.train.errors import ConfigError
-from atlasjax.train.evaluations import Evaluations, text_data
+from atlasjax.train.evaluations import evaluator, text_data
 from atlasjax.train.load import LoadedRun, load_run
 from atlasjax.train.step import eval_sums
 
@@ -119,7 +119,7 @@ def _parallel(
         eval_sums(graphdef, loaded.tokenizer.bytes_per_token, max_segments=max_segments)
     )
     data = {name: make_pipeline(text, loaded.tokenizer, "validation") for name, text in texts.items()}
-    return Evaluations(data, step, command.max_batches, jax.device_put)(state_lib.pure(params))
+    return evaluator(data, step, command.max_batches, jax.device_put)(state_lib.pure(params))
 
 
 def _streamed(

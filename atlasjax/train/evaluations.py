@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -65,36 +65,22 @@ def evaluation_data(
     return found
 
 
-@dataclasses.dataclass(frozen=True)
-class Evaluations:
-    """The texts that a run evaluates, and the steps that it evaluates them with.
+def evaluator(
+    data: dict[str, Pipeline],
+    make_step: Callable[[int | None], EvalStep],
+    max_batches: int | None,
+    put: Callable[[dict[str, np.ndarray]], dict[str, jax.Array]],
+) -> Callable[[PyTree], dict[str, LanguageModelResult]]:
+    """Returns params → name → result, in the order of the names.
 
-    Attributes:
+    Args:
       data: name → batches (`evaluation_data`).
       make_step: bound on the segments per row → evaluation step (`step.eval_sums`).
       max_batches: number of batches of each. None: all.
       put: places a host batch on the devices.
     """
-
-    data: dict[str, Pipeline]
-    make_step: Callable[[int | None], EvalStep]
-    max_batches: int | None
-    put: Callable[[dict[str, np.ndarray]], dict[str, jax.Array]]
-
-    def __call__(self, params: PyTree) -> dict[str, LanguageModelResult]:
-        """Name → result, in the order of the names."""
-        return dict(self._results(params))
-
-    def _results(self, params: PyTree) -> Iterator[tuple[str, LanguageModelResult]]:
-        for name, pipeline in self.data.items():
-            step = self._step(pipeline.max_segments)
-            yield name, evaluate(step, params, pipeline, max_batches=self.max_batches, put=self.put)
-
-    @functools.cached_property
-    def _steps(self) -> dict[int | None, EvalStep]:
-        return {}
-
-    def _step(self, max_segments: int | None) -> EvalStep:
-        if max_segments not in self._steps:
-            self._steps[max_segments] = self.make_step(max_segments)
-        return self._steps[max_segments]
+    step = functools.cache(make_step)  # texts with the same bound share one compiled program
+    return lambda params: {
+        name: evaluate(step(pipeline.max_segments), params, pipeline, max_batches=max_batches, put=put)
+        for name, pipeline in data.items()
+    }

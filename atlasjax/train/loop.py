@@ -21,7 +21,7 @@ from atlasjax.train import preflight, resume
 from atlasjax.train import setup as setup_lib
 from atlasjax.train.config import HELD_OUT, TrainConfig, run_folder
 from atlasjax.train.errors import CheckpointError, Interrupted, NonFiniteError, ProcessDiedError, RunError, user_errors
-from atlasjax.train.evaluations import Evaluations
+from atlasjax.train.evaluations import evaluator
 from atlasjax.train.reports import runtime_errors
 from atlasjax.train.reports.plot import plot_loss
 from atlasjax.train.reports.reporter import Reporter
@@ -187,7 +187,7 @@ class _Run:
         eval_step = lambda max_segments: jit_eval_step(
             setup.graphdef, setup.shardings.params, setup.mesh, setup.tokenizer.bytes_per_token, max_segments=max_segments
         )  # fmt: skip
-        self._evaluations = Evaluations(setup.evaluation_data, eval_step, self.config.eval_batches, self._put)
+        self._evaluated = evaluator(setup.evaluation_data, eval_step, self.config.eval_batches, self._put)
 
     def steps(
         self, state: TrainState, first: int, signals: StopSignals, on_step: Callable[[int], None] | None
@@ -266,9 +266,9 @@ class _Run:
         if not self.setup.evaluation_data:
             return False
         with self.reporter.timing.spend("evaluation"):
-            self.results = self._evaluations(state.params)
+            self.results = self._evaluated(state.params)
             if state.ema is not None:
-                self.ema_results = self._evaluations(state.averaged)
+                self.ema_results = self._evaluated(state.averaged)
         return True
 
     def _record_evaluations(self, step: int) -> None:

@@ -164,7 +164,7 @@ class Reporter:
     def has_evaluation(self, step: int) -> bool:
         """Whether an evaluation of this step is recorded. A collective."""
         found = False
-        if self._main:  # a bucket may show the others an older log
+        if self._main:  # one reads for all: they evaluate together, so they must agree
             records = metrics_lib.read(self._run_dir / "metrics.jsonl")
             found = any(record["step"] == step and record["kind"].startswith("evaluation") for record in records)
         return bool(multihost_utils.broadcast_one_to_all(np.asarray(found)))
