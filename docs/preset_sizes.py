@@ -6,14 +6,12 @@ Counts the parameters of every preset, which takes minutes. Run it after a chang
 """
 
 import json
-import pathlib
 
 from atlasjax import presets
+from atlasjax.nn import ModelConfig
 
-FILE = pathlib.Path(presets.__file__).with_name("preset_sizes.json")
 
-
-def text(configs: dict[tuple[str, str], presets.ModelConfig]) -> str:
+def text(configs: dict[tuple[str, str], ModelConfig]) -> str:
     """The table of fitted configs, by architecture and size: a line for each size and field."""
     rows: dict[tuple[str, str], dict[str, int]] = {}
     for (architecture, size), config in configs.items():
@@ -24,4 +22,4 @@ def text(configs: dict[tuple[str, str], presets.ModelConfig]) -> str:
 
 
 if __name__ == "__main__":
-    FILE.write_text(text({names: presets.fitted(*names) for names in presets.fitted_names()}))
+    presets.TABLE.write_text(text({names: presets.fitted(*names) for names in presets.fitted_names()}))

@@ -30,24 +30,20 @@ def test_names():
         f"{architecture}-{size}"
         for architecture in presets.ARCHITECTURES
         for size in ("tiny", "170m", "340m", "760m", "1.3b")
-    } | {f"{architecture}-{size}" for size, published in presets._PUBLISHED.items() for architecture in published}
+    } | {f"{architecture}-{size}" for size, published in presets.PUBLISHED.items() for architecture in published}
     names = presets.preset_names("tiny")
     assert "titans-tiny" in names
     assert "titans-lmm-tiny" not in names
     assert "retnet-lmm-tiny" in names  # the rule alone; retnet-tiny is the published model
     assert presets.get_preset("titans-lmm-tiny") == presets.get_preset("titans-tiny")
-    assert presets.preset_names("22m") == [f"{name}-22m" for name in presets._PUBLISHED["22m"]]
+    assert presets.preset_names("22m") == [f"{name}-22m" for name in presets.PUBLISHED["22m"]]
     assert set(presets.preset_names("345m")) <= set(presets.PRESETS)
 
 
 def test_every_mixer_is_in_some_architecture():
-    used = {name for changes in presets.ARCHITECTURES.values() for name in _pattern(changes["mixer"])}
+    used = {name for changes in presets.ARCHITECTURES.values() for name in presets.pattern(changes["mixer"])}
     assert set(presets.get_preset("elastic-exp-98m").mixer) == {"swa", "elastic"}
     assert used == set(MIXERS)
-
-
-def _pattern(mixer):
-    return (mixer,) if isinstance(mixer, str) else mixer
 
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -105,7 +101,7 @@ def test_sizes_of_other_papers(sizes):
         recurrent = presets.get_preset(f"transformer-block-recurrence-{size}")
         assert count_parameters(recurrent) == count
         assert (recurrent.pattern, recurrent.block_recurrence.block_size) == (("block_recurrence",), 2048)
-    counts = {name: count_parameters(presets.get_preset(f"{name}-22m")) for name in presets._PUBLISHED["22m"]}
+    counts = {name: count_parameters(presets.get_preset(f"{name}-22m")) for name in presets.PUBLISHED["22m"]}
     assert counts == {
         "gam": 22_599_680, "gam-sum": 19_447_808, "gam-global": 19_435_520, "gam-local": 17_874_944,
         "gam-transformer": 24_166_400, "gam-mamba": 20_504_576,

@@ -135,8 +135,8 @@ def test_files_and_names_that_contributing_has_exist():
     assert [name for name in re.findall(r"`(test_\w+)`", text) if f"def {name}(" not in tests] == []
     # The rows of the table of a mixer's files: file and the name in it.
     for path, name in {
-        "atlasjax/nn/config.py": "MIXER_NAMES", "atlasjax/distributed/sharding.py": "cache_shardings",
-        "atlasjax/presets.py": "BASELINES", "tests/test_models.py": "DECODED", "tests/memory/test_engine.py": "RELATIVES",
+        "atlasjax/nn/config.py": "MIXER_NAMES", "tests/nn/baseline_formulas.py": "FORMULAS",
+        "atlasjax/presets/architectures.py": "BASELINES", "tests/memory/test_engine.py": "RELATIVES",
         "tests/memory/test_closed_forms.py": "ROWS",
     }.items():  # fmt: skip
         assert name in text

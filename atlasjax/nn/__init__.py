@@ -3,27 +3,12 @@
 import importlib
 from typing import TYPE_CHECKING
 
+from atlasjax.nn import config
+from atlasjax.nn.config import *  # noqa: F403
+
 if TYPE_CHECKING:
     from atlasjax.nn.abstract import abstract_model, count_parameters, logical_axes, state_bytes
     from atlasjax.nn.attention import AttentionHeads, AttentionMixer, SlidingWindowMixer
-    from atlasjax.nn.caching_config import CachingConfig
-    from atlasjax.nn.config import (
-        AttentionConfig,
-        BlockAttentionConfig,
-        BlockRecurrenceConfig,
-        BranchConfig,
-        ElasticConfig,
-        GAMConfig,
-        GatedDeltaNetConfig,
-        HeadNormConfig,
-        InfiniConfig,
-        MelodiConfig,
-        MemorizingConfig,
-        MemoryConfig,
-        ModelConfig,
-        RWKV7Config,
-        SSMConfig,
-    )
     from atlasjax.nn.elastic import BlockMixer, ElasticMixer
     from atlasjax.nn.gam import GAMMixer
     from atlasjax.nn.gates import GateProjection
@@ -34,7 +19,7 @@ if TYPE_CHECKING:
     from atlasjax.nn.model import LanguageModel, PositionedCache
     from atlasjax.nn.parameters import AXES, param
 
-# Loaded on first use: configs need no Flax, which takes as long to import as jax.
+# Loaded on first use, because Flax takes as long to import as jax. Configs do not need it.
 _HOME = {
     "abstract_model": "abstract",
     "count_parameters": "abstract",
@@ -43,22 +28,6 @@ _HOME = {
     "AttentionHeads": "attention",
     "AttentionMixer": "attention",
     "SlidingWindowMixer": "attention",
-    "BranchConfig": "config",
-    "CachingConfig": "caching_config",
-    "AttentionConfig": "config",
-    "BlockAttentionConfig": "config",
-    "BlockRecurrenceConfig": "config",
-    "ElasticConfig": "config",
-    "GAMConfig": "config",
-    "GatedDeltaNetConfig": "config",
-    "HeadNormConfig": "config",
-    "InfiniConfig": "config",
-    "MelodiConfig": "config",
-    "MemorizingConfig": "config",
-    "MemoryConfig": "config",
-    "ModelConfig": "config",
-    "RWKV7Config": "config",
-    "SSMConfig": "config",
     "BlockMixer": "elastic",
     "ElasticMixer": "elastic",
     "GAMMixer": "gam",
@@ -89,42 +58,26 @@ __all__ = [
     "AXES",
     "GELU",
     "MIXERS",
-    "AttentionConfig",
     "AttentionHeads",
     "AttentionMixer",
-    "BlockAttentionConfig",
     "BlockMixer",
-    "BlockRecurrenceConfig",
-    "BranchConfig",
-    "CachingConfig",
     "CausalConv",
     "ChannelMixing",
-    "ElasticConfig",
     "ElasticMixer",
-    "GAMConfig",
     "GAMMixer",
     "GateProjection",
-    "GatedDeltaNetConfig",
-    "HeadNormConfig",
-    "InfiniConfig",
     "LanguageModel",
     "LayerNorm",
     "Linear",
     "MACMixer",
     "MAGMixer",
     "MALMixer",
-    "MelodiConfig",
-    "MemorizingConfig",
-    "MemoryConfig",
     "MemoryHeads",
     "MemoryMixer",
     "MemoryMixerState",
     "Mixer",
-    "ModelConfig",
     "PositionedCache",
     "RMSNorm",
-    "RWKV7Config",
-    "SSMConfig",
     "SlidingWindowMixer",
     "SwiGLU",
     "abstract_model",
@@ -134,6 +87,7 @@ __all__ = [
     "param",
     "state_bytes",
 ]
+__all__ += config.__all__
 
 
 def __getattr__(name: str) -> object:

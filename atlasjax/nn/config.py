@@ -19,6 +19,25 @@ from atlasjax.nn.caching_config import CachingConfig
 from atlasjax.nn.memory_config import MemoryConfig
 from atlasjax.nn.recurrent_config import GatedDeltaNetConfig, HeadNormConfig, RWKV7Config, SSMConfig
 
+__all__ = [
+    "AttentionConfig",
+    "BlockAttentionConfig",
+    "BlockRecurrenceConfig",
+    "BranchConfig",
+    "CachingConfig",
+    "ElasticConfig",
+    "GAMConfig",
+    "GatedDeltaNetConfig",
+    "HeadNormConfig",
+    "InfiniConfig",
+    "MelodiConfig",
+    "MemorizingConfig",
+    "MemoryConfig",
+    "ModelConfig",
+    "RWKV7Config",
+    "SSMConfig",
+]
+
 # The library's mixers: name in a config → class. By its name and not by an import, because the classes take the configs below.
 # `atlasjax.nn.mixers.MIXERS` has the classes themselves.
 MIXER_NAMES = {

@@ -5,6 +5,8 @@ Slow and obvious. `p` is the nested dictionary of the mixer's parameters, float6
 
 import numpy as np
 
+from atlasjax.nn import GatedDeltaNetConfig, HeadNormConfig, SSMConfig
+
 
 def sigmoid(x):
     return 1.0 / (1.0 + np.exp(-x))
@@ -255,4 +257,14 @@ FORMULAS = {
     "log_linear": log_linear,
     "log_linear_plus_plus": log_linear_plus_plus,
     "log_linear_mamba2": log_linear_mamba2,
+}
+# Forms of a mixer that public weights have: the mixer, and what its config changes. One with the mixer's own name is for all of its
+# tests: sizes so small that 14 tokens are several blocks.
+FORMS = {
+    "mamba2, three groups": ("mamba2", {"ssm": SSMConfig(state_dim=3, expand=2, head_dim=4, groups=3)}),
+    "log_linear_mamba2, three groups": ("log_linear_mamba2", {"ssm": SSMConfig(state_dim=3, head_dim=4, groups=3)}),
+    "deltanet, one norm": ("deltanet", {"head_norm": HeadNormConfig(shared=True)}),
+    "gated_deltanet, one norm": ("gated_deltanet", {"head_norm": HeadNormConfig(shared=True, eps=0.3)}),
+    "gated_deltanet, three heads of values": ("gated_deltanet", {"gated_deltanet": GatedDeltaNetConfig(value_heads=6)}),
+    "gla, one norm": ("gla", {"head_norm": HeadNormConfig(shared=True, eps=0.3)}),
 }

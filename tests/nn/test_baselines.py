@@ -11,23 +11,15 @@ import pytest
 from flax import nnx
 
 from atlasjax.memory.fast_weights import kernels, linear_kernels
-from atlasjax.nn import GatedDeltaNetConfig, HeadNormConfig, ModelConfig, SSMConfig, logical_axes
+from atlasjax.nn import ModelConfig, SSMConfig, logical_axes
 from atlasjax.nn.mixers import MIXERS
 from atlasjax.train.optimizer import decay_mask
 from tests.marks import some_slow
-from tests.nn.baseline_formulas import FORMULAS
+from tests.nn.baseline_formulas import FORMS, FORMULAS
 from tests.nn.cases import BASELINES
 
 DIM, HEADS, KEY, BATCH, TIME = 12, 2, 4, 2, 14
-# Forms of a mixer that public weights have: the mixer, and what its config changes.
-FORMS = {
-    "mamba2, three groups": ("mamba2", {"ssm": SSMConfig(state_dim=3, expand=2, head_dim=4, groups=3)}),
-    "log_linear_mamba2, three groups": ("log_linear_mamba2", {"ssm": SSMConfig(state_dim=3, head_dim=4, groups=3)}),
-    "deltanet, one norm": ("deltanet", {"head_norm": HeadNormConfig(shared=True)}),
-    "gated_deltanet, one norm": ("gated_deltanet", {"head_norm": HeadNormConfig(shared=True, eps=0.3)}),
-    "gated_deltanet, three heads of values": ("gated_deltanet", {"gated_deltanet": GatedDeltaNetConfig(value_heads=6)}),
-    "gla, one norm": ("gla", {"head_norm": HeadNormConfig(shared=True, eps=0.3)}),
-}
+EACH = list(dict.fromkeys([*BASELINES, *FORMS]))
 
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
@@ -38,7 +30,7 @@ def make_config(dtype="float32", name=""):
         dim=DIM, num_layers=2, num_heads=HEADS, head_dim=KEY, value_expansion=2, dtype=dtype,
         ssm=SSMConfig(state_dim=3, expand=2, head_dim=8),
     )  # fmt: skip
-    return dataclasses.replace(config, **FORMS[name][1]) if name in FORMS else config
+    return dataclasses.replace(config, **FORMS.get(name, (name, {}))[1])
 
 
 def abstract(name, config):
@@ -53,7 +45,7 @@ def initial(name, config):
 @functools.cache
 def make(name):
     """(graphdef, params, jitted parallel pass), every parameter moved off its initial value: zeros and ones hide mistakes."""
-    config, name = make_config(name=name), FORMS.get(name, (name,))[0]
+    config, name = make_config(name=name), FORMS.get(name, (name, {}))[0]
     graphdef = nnx.split(abstract(name, config), nnx.Param)[0]
     rng = np.random.default_rng(7)
     params = jax.tree.map(lambda x: x + 0.2 * rng.normal(size=x.shape).astype(np.float32), initial(name, config))
@@ -71,20 +63,18 @@ def close(got, expected, tolerance=2e-5):
 
 
 # One norm for all heads is one code in the three mixers; test_convert.py and test_formulas.py have models with it.
-@pytest.mark.parametrize(
-    "name", some_slow([*BASELINES, *FORMS], ["deltanet, one norm", "gated_deltanet, one norm", "gla, one norm"])
-)
+@pytest.mark.parametrize("name", some_slow(EACH, ["deltanet, one norm", "gated_deltanet, one norm", "gla, one norm"]))
 def test_layer_is_the_published_formula(name):
     _, params, parallel = make(name)
     got = parallel(params, inputs())
     assert got.shape == (BATCH, TIME, DIM)
     values = jax.tree.map(lambda x: np.asarray(x, np.float64), nnx.to_pure_dict(params))
     for row in range(BATCH):
-        formula = FORMULAS[FORMS.get(name, (name,))[0]]
+        formula = FORMULAS[FORMS.get(name, (name, {}))[0]]
         close(got[row], formula(values, np.asarray(inputs()[row], np.float64), make_config(name=name)))
 
 
-@pytest.mark.parametrize("name", some_slow([*BASELINES, *FORMS], set(FORMS) - {"mamba2, three groups"}))
+@pytest.mark.parametrize("name", some_slow(EACH, set(FORMS) - {*BASELINES, "mamba2, three groups"}))
 def test_streamed_is_parallel(name):
     graphdef, params, parallel = make(name)
     expected = parallel(params, inputs())
@@ -137,7 +127,7 @@ def test_every_parameter_learns_and_names_its_axes(name):
     for path, gradient in jax.tree_util.tree_leaves_with_path(gradients):
         assert np.all(np.isfinite(gradient)), path
         assert np.all(np.abs(gradient).max() > 1e-6), path
-    axes = logical_axes(abstract(name, make_config()))
+    axes = logical_axes(abstract(name, make_config(name=name)))
     for names, value in zip(jax.tree.leaves(axes), jax.tree.leaves(params), strict=True):
         assert len(names) == value.ndim
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(params))
@@ -148,9 +138,9 @@ def test_every_parameter_learns_and_names_its_axes(name):
 )
 def test_long_random_input_in_bfloat16(name):
     """2,048 tokens at the initial values: finite, and the first ones are those of float32."""
-    half = nnx.split(abstract(name, make_config("bfloat16")), nnx.Param)[0]
+    half = nnx.split(abstract(name, make_config("bfloat16", name)), nnx.Param)[0]
     # With this seed no token reads next to nothing, where a norm makes much of little (y_0 = ⟨q_0, k_0⟩ v_0).
-    params, x = initial(name, make_config()), inputs(2048, seed=6)
+    params, x = initial(name, make_config(name=name)), inputs(2048, seed=6)
     y = jax.jit(lambda p, x: nnx.merge(half, p)(x.astype(jnp.bfloat16)))(params, x)
     assert y.dtype == jnp.bfloat16
     assert np.all(np.isfinite(np.asarray(y, np.float32)))
