@@ -151,6 +151,11 @@ class Fields:
         if value not in allowed:
             raise self._wrong(name, value, " or ".join(map(repr, allowed)) + ", the form that this library's layer has")
 
+    def fixed(self, **values: object) -> None:
+        """As `require`, for fields that each may have one value only."""
+        for name, value in values.items():
+            self.require(name, value)
+
     def optional_integer(self, name: str, *, is_axis: bool = True) -> int | None:
         """An integer ≥ 1; None if the field is null or missing. is_axis: as for `integer`."""
         return None if self._given.get(name) is None else self.integer(name, is_axis=is_axis)

@@ -1,126 +1,78 @@
 """Gated DeltaNet, DeltaNet and GLA as flash-linear-attention writes them (fla-hub/…), also with attention in some layers."""
 
 import dataclasses
-import re
-from collections.abc import Callable, Mapping
-from typing import Literal, NotRequired, TypedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from atlasjax.interop.family import Family, Fields, Sizes, exact_fraction, mixer_pattern
+from atlasjax.interop.layers import attention_rows, gate_rows, head_row, input_rows, mlp_rows, of_type, rows_of
 from atlasjax.interop.table import Row
 from atlasjax.interop.unused import ROTARY
 from atlasjax.nn import AttentionConfig, GatedDeltaNetConfig, HeadNormConfig, ModelConfig
 from atlasjax.train.errors import ConfigError
 
-_LAYER = "model.layers.{n}."
-_ATTN = _LAYER + "attn."
-_ALL = slice(None)
 _SOFTMAX = ("attention", "swa")
 # Fields of these families' config.json that say how, and not what, their layers compute.
 _NEUTRAL = ("attn_mode", "chunk_size", "mode", "use_output_norm", "use_gk")
 
 
+def _in_layer(name: str) -> str:
+    return f"model.layers.{{n}}.{name}"
+
+
+def _in_mixer(name: str) -> str:
+    return _in_layer(f"attn.{name}")
+
+
 def _frame(config: ModelConfig) -> list[Row]:
     """Everything but the mixer."""
-    rows = [
+    return [
         Row(("model.embeddings.weight", "model.embed_tokens.weight"), "embedding", "v d -> v d"),
-        Row(_LAYER + "attn_norm.weight", "layers.mixer_norm.scale", "d -> d"),
-        Row(_LAYER + "mlp_norm.weight", "layers.mlp_norm.scale", "d -> d"),
-        Row(_LAYER + "mlp.gate_proj.weight", "layers.mlp.gate_and_wide.kernel", "m d -> d m", part=(_ALL, 0)),
-        Row(_LAYER + "mlp.up_proj.weight", "layers.mlp.gate_and_wide.kernel", "m d -> d m", part=(_ALL, 1)),
-        Row(_LAYER + "mlp.down_proj.weight", "layers.mlp.out.kernel", "d m -> m d"),
+        Row(_in_layer("attn_norm.weight"), "layers.mixer_norm.scale", "d -> d"),
+        Row(_in_layer("mlp_norm.weight"), "layers.mlp_norm.scale", "d -> d"),
+        *mlp_rows(_in_layer),
         Row("model.norm.weight", "norm.scale", "d -> d"),
+        head_row(config),
     ]
-    if config.tie_embeddings:
-        return [*rows, Row("lm_head.weight", "embedding", "v d -> v d", copy=True)]
-    return [*rows, Row("lm_head.weight", "head.kernel", "v d -> d v")]
 
 
-def _attention_rows(config: ModelConfig) -> list[Row]:
-    """Layers of `config.attn`. Consecutive heads of queries share keys and values, in our `inputs` too."""
-    sizes, rows, start = config.attention_sizes, [], 0
-    for name, size in (
-        ("q", sizes.heads // sizes.kv_heads * sizes.key_dim),
-        ("k", sizes.key_dim),
-        ("v", sizes.value_dim),
-    ):
-        peer, ours, part = f"{_ATTN}{name}_proj", "layers.mixer.attention.inputs", (..., slice(start, start + size))
-        rows.append(Row(f"{peer}.weight", f"{ours}.kernel", "(h k) d -> d h k", part=part, mixers=_SOFTMAX))
-        if config.attention.bias:
-            rows.append(Row(f"{peer}.bias", f"{ours}.bias", "(h k) -> h k", part=part, mixers=_SOFTMAX))
-        start += size
-    return [*rows, Row(_ATTN + "o_proj.weight", "layers.mixer.out.kernel", "d i -> i d", mixers=_SOFTMAX)]
-
-
-def _recurrent(
-    mixer: str,
-    config: ModelConfig,
-    names: str,
-    norm: str | tuple[str, ...],
-    *more: Row,
-    convolved: bool = True,
-    groups: int = 1,
-) -> list[Row]:
-    """The whole table of a model whose recurrent layers have `mixer`: inputs `names` ("qkv" or "qkvg") of the heads of keys, their
-    convolutions, the norm and the output, and `more`. groups: heads of values of a head of keys."""
-    key, value = config.resolved_head_dim, groups * config.value_dim
-    sizes = {"q": key, "k": key, "v": value, "g": value}
-    rows, start = [], 0
-    for name in names:
-        part = (..., slice(start, start + sizes[name]))
-        ours = "layers.mixer.inputs"
-        rows.append(Row(f"{_ATTN}{name}_proj.weight", f"{ours}.linear.kernel", "(h k) d -> d h k", part=part))
-        if convolved and name != "g":
-            rows.append(Row(f"{_ATTN}{name}_conv1d.weight", f"{ours}.conv.kernel", "(h k) (1) w -> w h k", part=part))
-        start += sizes[name]
-    rows += [
-        Row(norm, "layers.mixer.norm.scale", "k -> k"),
-        Row(_ATTN + "o_proj.weight", "layers.mixer.out.kernel", "d i -> i d"),
-        *more,
+def _table(config: ModelConfig, mixer: str, norm: Sequence[str], inputs: list[Row], gates: list[Row]) -> list[Row]:
+    """The table of a model whose recurrent layers have `mixer`: names of its norm, rows of its inputs and gates."""
+    row = rows_of(_in_mixer, (mixer,))
+    return [
+        *_frame(config),
+        *inputs,
+        Row(tuple(map(_in_mixer, norm)), "layers.mixer.norm.scale", "k -> k", mixers=(mixer,)),
+        row("o_proj.weight", "out.kernel", "d i -> i d"),
+        *gates,
+        *(attention_rows(_in_mixer, config, _SOFTMAX) if len(config.pattern) > 1 else []),
     ]
-    if len(config.pattern) == 1:
-        return [*_frame(config), *rows]
-    return [*_frame(config), *(dataclasses.replace(row, mixers=(mixer,)) for row in rows), *_attention_rows(config)]
 
 
 def _gated_deltanet_rows(config: ModelConfig) -> list[Row]:
-    return _recurrent(
-        "gated_deltanet",
-        config,
-        "qkvg",
-        _ATTN + "o_norm.weight",
-        Row(_ATTN + "b_proj.weight", "layers.mixer.gates.kernel", "h d -> d h", part=(_ALL, 0)),
-        Row(_ATTN + "a_proj.weight", "layers.mixer.gates.kernel", "h d -> d h", part=(_ALL, 1)),
-        Row(_ATTN + "A_log", "layers.mixer.A_log", "h -> h"),
-        Row(_ATTN + "dt_bias", "layers.mixer.dt_bias", "h -> h"),
-        groups=config.value_heads // config.num_heads,
-    )
+    groups = config.value_heads // config.num_heads
+    inputs = input_rows(_in_mixer, config, "gated_deltanet", "qkvg", groups=groups)
+    return _table(config, "gated_deltanet", ("o_norm.weight",), inputs, gate_rows(_in_mixer))
 
 
 def _deltanet_rows(config: ModelConfig) -> list[Row]:
-    write = Row(_ATTN + "b_proj.weight", "layers.mixer.write.kernel", "h d -> d h")
-    return _recurrent("deltanet", config, "qkv", _ATTN + "o_norm.weight", write)
+    inputs = input_rows(_in_mixer, config, "deltanet", "qkv")
+    write = rows_of(_in_mixer, ("deltanet",))("b_proj.weight", "write.kernel", "h d -> d h")
+    return _table(config, "deltanet", ("o_norm.weight",), inputs, [write])
 
 
 def _gla_rows(config: ModelConfig) -> list[Row]:
-    return _recurrent(
-        "gla",
-        config,
-        "qkvg",
-        (_ATTN + "g_norm_swish_gate.weight", _ATTN + "g_norm.weight"),
-        Row(_ATTN + "gk_proj.0.weight", "layers.mixer.decay_in.kernel", "r d -> d r"),
-        Row(_ATTN + "gk_proj.1.weight", "layers.mixer.decay_out.kernel", "(h k) r -> r h k"),
-        Row(_ATTN + "gk_proj.1.bias", "layers.mixer.decay_bias", "(h k) -> h k"),
-        convolved=False,
-    )
+    row = rows_of(_in_mixer, ("gla",))
+    decay = [
+        row("gk_proj.0.weight", "decay_in.kernel", "r d -> d r"),
+        row("gk_proj.1.weight", "decay_out.kernel", "(h k) r -> r h k"),
+        row("gk_proj.1.bias", "decay_bias", "(h k) -> h k"),
+    ]
+    inputs = input_rows(_in_mixer, config, "gla", "qkvg", convolved=False)
+    return _table(config, "gla", ("g_norm_swish_gate.weight", "g_norm.weight"), inputs, decay)
 
 
-class _Layers(TypedDict):
-    mixer: str | tuple[str, ...]
-    num_layers: int
-    attention: NotRequired[AttentionConfig]
-
-
-def _layers(fields: Fields, name: str, mixer: str, dim: int, layers: int) -> _Layers:
+def _layers(fields: Fields, name: str, mixer: str, dim: int, layers: int) -> dict[str, Any]:
     """Our fields for the mixers of all layers, of which `attn` lists those with attention.
 
     Several specifications in `attn` may differ in whether they have the window.
@@ -148,28 +100,18 @@ def _layers(fields: Fields, name: str, mixer: str, dim: int, layers: int) -> _La
         raise ConfigError(
             f"config.json of {name}: the specifications in attn may only differ in their layers and in having a window."
         )
-    made: _Layers = {"mixer": mixer_pattern(found), "num_layers": layers}
+    made: dict[str, Any] = {"mixer": mixer_pattern(found), "num_layers": layers}
     if same:
         made["attention"] = dataclasses.replace(*same, window=max(windows, default=None))
     return made
 
 
-class _Shared(TypedDict):
-    vocab_size: int
-    dim: int
-    ffn: Literal["swiglu"]
-    mlp_dim: int
-    norm_eps: float
-    tie_embeddings: bool
-    dtype: Literal["float32", "bfloat16"]
-
-
-def _shared(fields: Fields, dim: int) -> _Shared:
+def _shared(fields: Fields, dim: int) -> dict[str, Any]:
     """Our fields that the three families have in common, by name."""
     fields.require("hidden_act", "swish", "silu")
-    for field, value in (("attnres_block_size", None), ("conv_bias", False), ("elementwise_affine", True), ("rope_scaling", None),
-                         ("share_conv_kernel", False)):  # fmt: skip
-        fields.require(field, value)
+    fields.fixed(
+        attnres_block_size=None, conv_bias=False, elementwise_affine=True, rope_scaling=None, share_conv_kernel=False
+    )
     fields.require("gate_fn", "swish", "silu")
     ratio = fields.integer("hidden_ratio", 4, is_axis=False)
     rounded = -(-int(dim * ratio * 2 / 3) // 256) * 256  # as GatedMLP of flash-linear-attention
@@ -184,13 +126,7 @@ def _shared(fields: Fields, dim: int) -> _Shared:
     }
 
 
-class _Widths(TypedDict):
-    num_heads: int
-    head_dim: int
-    value_expansion: int
-
-
-def _widths(fields: Fields, dim: int, heads: int, expand_k: float, expand_v: float) -> _Widths:
+def _widths(fields: Fields, dim: int, heads: int, expand_k: float, expand_v: float) -> dict[str, Any]:
     """Sizes of a head, where the config has the widths of all heads relative to `dim`."""
     expand_k, expand_v = fields.number("expand_k", default=expand_k), fields.number("expand_v", default=expand_v)
     key = fields.whole("expand_k", expand_k * dim / heads, "channels of a head's keys")
@@ -201,11 +137,9 @@ def _widths(fields: Fields, dim: int, heads: int, expand_k: float, expand_v: flo
 def _gated_deltanet(given: Mapping[str, object], sizes: Sizes) -> ModelConfig:
     name = "Gated DeltaNet"
     fields = Fields(given, name, sizes)
-    fields.require("use_gate", True)
-    fields.require("use_short_conv", True)
+    fields.fixed(use_gate=True, use_short_conv=True)
     fields.require("output_gate_activation", "swish", "silu")
-    fields.require("use_mamba_gate", True)  # of old versions, as the next ones
-    fields.require("use_residual", False)
+    fields.fixed(use_mamba_gate=True, use_residual=False)  # of old versions
     dim, heads = fields.integer("hidden_size", 2048), fields.integer("num_heads", 6)
     expand = fields.optional_number("expand_k")
     size = None if expand is None else fields.whole("expand_k", expand * dim / heads, "channels of a head's keys")
@@ -236,18 +170,18 @@ def _gated_deltanet(given: Mapping[str, object], sizes: Sizes) -> ModelConfig:
 def _deltanet(given: Mapping[str, object], sizes: Sizes) -> ModelConfig:
     name = "DeltaNet"
     fields = Fields(given, name, sizes)
-    for field, value in (("use_gate", False), ("use_short_conv", True), ("allow_neg_eigval", False), ("use_beta", True),
-                         ("qk_norm", "l2"), ("qk_activation", "silu"), ("use_elu", False), ("use_rope", False)):  # fmt: skip
-        fields.require(field, value)
+    fields.fixed(
+        use_gate=False, use_short_conv=True, allow_neg_eigval=False, use_beta=True, qk_norm="l2", qk_activation="silu",
+        use_elu=False, use_rope=False,
+    )  # fmt: skip
     dim, heads = fields.integer("hidden_size", 2048), fields.integer("num_heads", 16)
     widths = _widths(fields, dim, heads, 1.0, 1.0)
     shared = _shared(fields, dim)
     config = ModelConfig(
         **_layers(fields, name, "deltanet", dim, fields.layers("num_hidden_layers", 24)),
         conv_width=fields.integer("conv_size", 4),
-        head_norm=HeadNormConfig(
-            shared=True, eps=shared["norm_eps"] * widths["head_dim"]
-        ),  # q is scaled by head_dim^{−1/2}
+        # q is scaled by head_dim^{−1/2}
+        head_norm=HeadNormConfig(shared=True, eps=shared["norm_eps"] * widths["head_dim"]),
         **widths,
         **shared,
     )
@@ -257,9 +191,10 @@ def _deltanet(given: Mapping[str, object], sizes: Sizes) -> ModelConfig:
 
 def _gla(given: Mapping[str, object], sizes: Sizes) -> ModelConfig:
     fields = Fields(given, "GLA", sizes)
-    for field, value in (("use_short_conv", False), ("use_output_gate", True), ("clamp_min", None), ("feature_map", None),
-                         ("use_gv", False), ("gate_logit_normalizer", 16), ("gate_low_rank_dim", 16)):  # fmt: skip
-        fields.require(field, value)
+    fields.fixed(
+        use_short_conv=False, use_output_gate=True, clamp_min=None, feature_map=None, use_gv=False,
+        gate_logit_normalizer=16, gate_low_rank_dim=16,
+    )  # fmt: skip
     dim, heads = fields.integer("hidden_size", 2048), fields.integer("num_heads", 4)
     fields.require("num_kv_heads", None, heads)
     config = ModelConfig(
@@ -328,24 +263,28 @@ def _peer_gla(config: ModelConfig) -> dict[str, object]:
     return _peer_frame(config, "gla", "GLAForCausalLM") | _peer_sizes(config)
 
 
-def _is(kind: str) -> Callable[[Mapping[str, object]], bool]:
-    return lambda given: given.get("model_type") == kind
-
-
 GENERATION = {"use_cache": False}
 """For generation_config.json: `generate` of transformers 5.24 gives the cache under a name that version 0.6.0 ignores, and goes on
 from the last token alone. Without a cache it reads the whole text for each token, which is slow and right."""
 _MATTERS = ("num_heads", "resolved_head_dim", "value_dim", "resolved_mlp_dim", "head_norm")
-_D = re.escape(_ATTN).replace(r"\{n\}", r"\d+") + "D"  # of Gated DeltaNet, made by older versions and used by none
+_D = r"model\.layers\.\d+\.attn\.D"  # of Gated DeltaNet, made by older versions and used by none
 GATED_DELTANET = Family(
-    "gated_deltanet", ("gated_deltanet", *_SOFTMAX), _is("gated_deltanet"), _gated_deltanet, _peer_gated_deltanet,
+    "gated_deltanet", ("gated_deltanet", *_SOFTMAX), of_type("gated_deltanet"), _gated_deltanet, _peer_gated_deltanet,
     _gated_deltanet_rows, (*_MATTERS, "value_heads", "gated_deltanet.negative_eigenvalues", "conv_width"), unused=(ROTARY, _D),
     generation=GENERATION,
 )  # fmt: skip
 DELTANET = Family(
-    "delta_net", ("deltanet", *_SOFTMAX), _is("delta_net"), _deltanet, _peer_deltanet, _deltanet_rows,
+    "delta_net", ("deltanet", *_SOFTMAX), of_type("delta_net"), _deltanet, _peer_deltanet, _deltanet_rows,
     (*_MATTERS, "conv_width"), unused=(ROTARY,), generation=GENERATION,
 )  # fmt: skip
 GLA = Family(
-    "gla", ("gla", *_SOFTMAX), _is("gla"), _gla, _peer_gla, _gla_rows, _MATTERS, unused=(ROTARY,), generation=GENERATION
+    "gla",
+    ("gla", *_SOFTMAX),
+    of_type("gla"),
+    _gla,
+    _peer_gla,
+    _gla_rows,
+    _MATTERS,
+    unused=(ROTARY,),
+    generation=GENERATION,
 )

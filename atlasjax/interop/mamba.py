@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Mapping
 
 from atlasjax.interop.family import Family, Fields, Sizes
+from atlasjax.interop.layers import head_row, of_type
 from atlasjax.interop.table import Row
 from atlasjax.nn import ModelConfig, SSMConfig
 
@@ -61,22 +62,10 @@ def _around(config: ModelConfig) -> list[Row]:
     return [
         Row(("backbone.embeddings.weight", "backbone.embedding.weight"), "embedding", "v d -> v d"),
         Row("backbone.norm_f.weight", "norm.scale", "d -> d"),
-        Row("lm_head.weight", "embedding", "v d -> v d", copy=True)
-        if config.tie_embeddings
-        else Row("lm_head.weight", "head.kernel", "v d -> d v"),
+        head_row(config),
         Row(_LAYER + "norm.weight", "layers.mixer_norm.scale", "d -> d"),
         Row(_MIXER + "out_proj.weight", "layers.mixer.out.kernel", "d i -> i d"),
     ]
-
-
-def _config(
-    mixer: str, fields: Fields, *, ssm: SSMConfig, tied: bool, vocab_size: int, dim: int, num_layers: int, conv_width: int,
-    norm_eps: float,
-) -> ModelConfig:  # fmt: skip
-    return ModelConfig(
-        mixer=mixer, num_heads=1, ffn="none", ssm=ssm, tie_embeddings=tied, dtype=fields.dtype(), vocab_size=vocab_size,
-        dim=dim, num_layers=num_layers, conv_width=conv_width, norm_eps=norm_eps,
-    )  # fmt: skip
 
 
 # transformers
@@ -86,15 +75,13 @@ _NEUTRAL = ("rescale_prenorm_residual", "time_step_floor", "time_step_max", "tim
 
 def _read_transformers(fields: Fields, mixer: str, ssm: SSMConfig, *, tied: bool) -> ModelConfig:
     """What both have in common, with `ssm` and the default of the tied head."""
-    fields.require("use_bias", False)
-    fields.require("use_conv_bias", True)
-    fields.require("rms_norm", True)
+    fields.fixed(use_bias=False, use_conv_bias=True, rms_norm=True)
     fields.require("hidden_act", "silu", "swish")
-    return _config(
-        mixer, fields, ssm=ssm, tied=fields.boolean("tie_word_embeddings", tied),
+    return ModelConfig(
+        mixer=mixer, num_heads=1, ffn="none", ssm=ssm, tie_embeddings=fields.boolean("tie_word_embeddings", tied),
         vocab_size=fields.integer("vocab_size"), dim=fields.integer("hidden_size"),
         num_layers=fields.layers("num_hidden_layers"), conv_width=fields.integer("conv_kernel", 4),
-        norm_eps=fields.number("layer_norm_epsilon", default=1e-5),
+        norm_eps=fields.number("layer_norm_epsilon", default=1e-5), dtype=fields.dtype(),
     )  # fmt: skip
 
 
@@ -108,9 +95,7 @@ def _mamba_from_transformers(given: Mapping[str, object], sizes: Sizes) -> Model
     config = _read_transformers(fields, "mamba", ssm, tied=True)
     inner = ssm.expand * config.dim
     # The names of mamba_ssm stand beside those of transformers in the files of state-spaces/mamba-130m-hf … 2.8b-hf.
-    for name, value in (("intermediate_size", inner), ("d_inner", inner), ("d_model", config.dim), ("ssm_cfg", {}),
-                        ("n_layer", config.num_layers)):  # fmt: skip
-        fields.require(name, value)
+    fields.fixed(intermediate_size=inner, d_inner=inner, d_model=config.dim, ssm_cfg={}, n_layer=config.num_layers)
     fields.done((*_NEUTRAL, "pad_vocab_size_multiple", "time_step_init_scheme", "time_step_scale", "use_associative_scan",
                  "use_mambapy"))  # fmt: skip
     return config
@@ -131,8 +116,7 @@ def _mamba2_from_transformers(given: Mapping[str, object], sizes: Sizes) -> Mode
     )
     config = _read_transformers(fields, "mamba2", ssm, tied=False)
     inner = ssm.expand * config.dim
-    for name, value in (("num_heads", inner // ssm.head_dim), ("intermediate_size", inner)):
-        fields.require(name, value)
+    fields.fixed(num_heads=inner // ssm.head_dim, intermediate_size=inner)
     fields.done(
         (*_NEUTRAL, "chunk_size", "norm_before_gate", "time_step_init_scheme", "time_step_rank", "time_step_scale")
     )
@@ -186,19 +170,16 @@ def _from_mamba_ssm(
 ) -> ModelConfig:
     """Reads what both have in common; `read` reads the rest of `ssm_cfg`."""
     fields = Fields(given, name, sizes)
-    fields.require("d_intermediate", 0)
-    fields.require("attn_layer_idx", [])
-    fields.require("attn_cfg", {})
-    fields.require("rms_norm", True)
+    fields.fixed(d_intermediate=0, attn_layer_idx=[], attn_cfg={}, rms_norm=True)
     inside = fields.inside("ssm_cfg")
-    for field, value in (("layer", layer), ("bias", False), ("conv_bias", True)):
-        inside.require(field, value)
+    inside.fixed(layer=layer, bias=False, conv_bias=True)
     width, ssm = inside.integer("d_conv", 4), read(inside)
     multiple = fields.integer("pad_vocab_size_multiple", 8, is_axis=False)
     rows = -(-fields.integer("vocab_size") // multiple) * multiple  # of the table; the tokenizer has fewer
-    config = _config(
-        mixer, fields, ssm=ssm, tied=fields.boolean("tie_embeddings", True), vocab_size=rows,
-        dim=fields.integer("d_model"), num_layers=fields.layers("n_layer"), conv_width=width, norm_eps=1e-5,
+    config = ModelConfig(
+        mixer=mixer, num_heads=1, ffn="none", ssm=ssm, tie_embeddings=fields.boolean("tie_embeddings", True),
+        vocab_size=rows, dim=fields.integer("d_model"), num_layers=fields.layers("n_layer"), conv_width=width,
+        norm_eps=1e-5, dtype=fields.dtype(),
     )  # fmt: skip
     fields.done(())
     return config
@@ -215,9 +196,7 @@ def _read_mamba(inside: Fields) -> SSMConfig:
 
 
 def _read_mamba2(inside: Fields) -> SSMConfig:
-    for name, value in (("rmsnorm", True), ("norm_before_gate", False), ("D_has_hdim", False),
-                        ("dt_limit", [0.0, math.inf])):  # fmt: skip
-        inside.require(name, value)
+    inside.fixed(rmsnorm=True, norm_before_gate=False, D_has_hdim=False, dt_limit=[0.0, math.inf])
     ssm = SSMConfig(
         state_dim=inside.integer("d_state", 128),
         expand=inside.integer("expand", 2),
@@ -226,10 +205,6 @@ def _read_mamba2(inside: Fields) -> SSMConfig:
     )
     inside.done((*_INITIAL, "A_init_range", "chunk_size", "conv_init", "use_mem_eff_path"))
     return ssm
-
-
-def _is_transformers(kind: str) -> Callable[[Mapping[str, object]], bool]:
-    return lambda given: given.get("model_type") == kind
 
 
 def _is_mamba_ssm(layer: str) -> Callable[[Mapping[str, object]], bool]:
@@ -243,14 +218,14 @@ def _is_mamba_ssm(layer: str) -> Callable[[Mapping[str, object]], bool]:
 _MATTERS = ("ssm.state_dim", "ssm.expand", "conv_width")
 _MAMBA, _MAMBA2 = (*_MATTERS, "resolved_dt_rank"), (*_MATTERS, "ssm.head_dim", "ssm.groups")
 MAMBA2_TRANSFORMERS = Family(
-    "mamba2", ("mamba2",), _is_transformers("mamba2"), _mamba2_from_transformers, _mamba2_to_transformers, mamba2_rows, _MAMBA2
+    "mamba2", ("mamba2",), of_type("mamba2"), _mamba2_from_transformers, _mamba2_to_transformers, mamba2_rows, _MAMBA2
 )  # fmt: skip
 MAMBA2_MAMBA_SSM = Family(
     "mamba2 of mamba_ssm", ("mamba2",), _is_mamba_ssm("Mamba2"),
     lambda given, sizes: _from_mamba_ssm(given, sizes, "mamba2", "Mamba-2", "Mamba2", _read_mamba2), None, mamba2_rows, _MAMBA2,
 )  # fmt: skip
 MAMBA_TRANSFORMERS = Family(
-    "mamba", ("mamba",), _is_transformers("mamba"), _mamba_from_transformers, _mamba_to_transformers, mamba_rows, _MAMBA
+    "mamba", ("mamba",), of_type("mamba"), _mamba_from_transformers, _mamba_to_transformers, mamba_rows, _MAMBA
 )  # fmt: skip
 MAMBA_MAMBA_SSM = Family(
     "mamba of mamba_ssm", ("mamba",), _is_mamba_ssm("Mamba1"),

@@ -7,84 +7,56 @@ wrong if keys and values differ in width.
 from collections.abc import Mapping
 
 from atlasjax.interop.family import Family, Fields, Sizes, mixer_pattern
-from atlasjax.interop.table import Index, Row
+from atlasjax.interop.layers import (
+    HYBRID,
+    MATTERS,
+    attention_rows,
+    gate_rows,
+    head_row,
+    hybrid_fields,
+    input_rows,
+    mlp_rows,
+    of_type,
+    rows_of,
+)
+from atlasjax.interop.table import Row
 from atlasjax.interop.unused import ROTARY
 from atlasjax.nn import AttentionConfig, GatedDeltaNetConfig, HeadNormConfig, ModelConfig
 
 _NAME = "OLMo-Hybrid"
-_LAYER = "model.layers.{n}."
 _DELTA, _ATTENTION = ("gated_deltanet",), ("attention",)
-_MIXER_OF = {"linear_attention": "gated_deltanet", "full_attention": "attention"}
 _BLOCK_OF = {"gated_deltanet": "pre_norm", "attention": "post_norm"}
-_ALL = slice(None)
 _HEAD_EPS = 1e-5  # of the norm of the heads of Gated DeltaNet, whatever config.json says
+
+
+def _in_layer(name: str) -> str:
+    return f"model.layers.{{n}}.{name}"
+
+
+def _in_delta(name: str) -> str:
+    return _in_layer(f"linear_attn.{name}")
 
 
 def rows(config: ModelConfig) -> list[Row]:
     """The table."""
     norm = lambda names, ours, mixers: Row(
-        tuple(f"{_LAYER}{name}.weight" for name in names), f"layers.{ours}.scale", "d -> d", mixers=mixers
+        tuple(_in_layer(f"{name}.weight") for name in names), f"layers.{ours}.scale", "d -> d", mixers=mixers
     )
+    delta = rows_of(_in_delta, _DELTA)
     return [
         Row("model.embed_tokens.weight", "embedding", "v d -> v d"),
         norm(("attention_layer_norm", "input_layernorm"), "mixer_norm", _DELTA),
         norm(("feedforward_layer_norm", "post_attention_layernorm"), "mlp_norm", _DELTA),
         norm(("post_attention_layernorm", "feedforward_layer_norm"), "mixer_norm", _ATTENTION),
         norm(("post_feedforward_layernorm",), "mlp_norm", _ATTENTION),
-        Row(_LAYER + "mlp.gate_proj.weight", "layers.mlp.gate_and_wide.kernel", "m d -> d m", part=(_ALL, 0)),
-        Row(_LAYER + "mlp.up_proj.weight", "layers.mlp.gate_and_wide.kernel", "m d -> d m", part=(_ALL, 1)),
-        Row(_LAYER + "mlp.down_proj.weight", "layers.mlp.out.kernel", "d m -> m d"),
-        *_delta_rows(config),
-        *_attention_rows(config),
+        *mlp_rows(_in_layer),
+        *input_rows(_in_delta, config, *_DELTA, "qkvg", groups=config.value_heads // config.num_heads),
+        *gate_rows(_in_delta),
+        delta("o_norm.weight", "norm.scale", "k -> k"),
+        delta("o_proj.weight", "out.kernel", "d i -> i d"),
+        *attention_rows(lambda name: _in_layer(f"self_attn.{name}"), config),
         Row("model.norm.weight", "norm.scale", "d -> d"),
-        Row("lm_head.weight", "embedding", "v d -> v d", copy=True)
-        if config.tie_embeddings
-        else Row("lm_head.weight", "head.kernel", "v d -> d v"),
-    ]
-
-
-def _delta_rows(config: ModelConfig) -> list[Row]:
-    def row(name: str, ours: str, pattern: str, part: Index = ()) -> Row:
-        return Row(f"{_LAYER}linear_attn.{name}", f"layers.mixer.{ours}", pattern, part=part, mixers=_DELTA)
-
-    key, values = config.resolved_head_dim, config.value_heads // config.num_heads * config.value_dim
-    found, start = [], 0
-    for name, size in (("q", key), ("k", key), ("v", values), ("g", values)):
-        part = (..., slice(start, start + size))
-        found.append(row(f"{name}_proj.weight", "inputs.linear.kernel", "(h k) d -> d h k", part=part))
-        if name != "g":
-            found.append(row(f"{name}_conv1d.weight", "inputs.conv.kernel", "(h k) (1) w -> w h k", part=part))
-        start += size
-    return [
-        *found,
-        row("b_proj.weight", "gates.kernel", "h d -> d h", part=(_ALL, 0)),
-        row("a_proj.weight", "gates.kernel", "h d -> d h", part=(_ALL, 1)),
-        row("A_log", "A_log", "h -> h"),
-        row("dt_bias", "dt_bias", "h -> h"),
-        row("o_norm.weight", "norm.scale", "k -> k"),
-        row("o_proj.weight", "out.kernel", "d i -> i d"),
-    ]
-
-
-def _attention_rows(config: ModelConfig) -> list[Row]:
-    def row(name: str, ours: str, pattern: str, part: Index = ()) -> Row:
-        return Row(f"{_LAYER}self_attn.{name}", f"layers.mixer.{ours}", pattern, part=part, mixers=_ATTENTION)
-
-    sizes = config.attention_sizes
-    queries = sizes.heads // sizes.kv_heads * sizes.key_dim
-    found, start = [], 0
-    for name, size in (("q", queries), ("k", sizes.key_dim), ("v", sizes.value_dim)):
-        part = (..., slice(start, start + size))
-        found.append(row(f"{name}_proj.weight", "attention.inputs.kernel", "(h k) d -> d h k", part=part))
-        if config.attention.bias:
-            found.append(row(f"{name}_proj.bias", "attention.inputs.bias", "(h k) -> h k", part=part))
-        start += size
-    return [
-        *found,
-        row("q_norm.weight", "attention.q_norm.scale", "i -> i"),
-        row("k_norm.weight", "attention.k_norm.scale", "i -> i"),
-        row("o_proj.weight", "out.kernel", "d i -> i d"),
-        *([row("o_proj.bias", "out.bias", "d -> d")] if config.attention.bias else []),
+        head_row(config),
     ]
 
 
@@ -102,7 +74,7 @@ def _to_ours(given: Mapping[str, object], sizes: Sizes) -> ModelConfig:
     size = fields.quotient("hidden_size", dim, "num_attention_heads", heads)
     key_heads = fields.integer("linear_num_key_heads", heads)
     key_dim = fields.integer("linear_key_head_dim", int(0.75 * dim / key_heads))
-    pattern = mixer_pattern([_MIXER_OF[kind] for kind in _layer_types(fields, layers)])
+    pattern = mixer_pattern([HYBRID[kind] for kind in _layer_types(fields, layers)])
     mixers = (pattern,) if isinstance(pattern, str) else pattern
     config = ModelConfig(
         mixer=pattern,
@@ -138,7 +110,7 @@ def _to_ours(given: Mapping[str, object], sizes: Sizes) -> ModelConfig:
 
 
 def _layer_types(fields: Fields, layers: int) -> list[str]:
-    given = fields.strings("layer_types", layers, _MIXER_OF)
+    given = fields.strings("layer_types", layers, HYBRID)
     if given is not None:
         return given
     kinds = ["full_attention" if n % 4 == 3 else "linear_attention" for n in range(layers)]
@@ -155,37 +127,15 @@ def _theta(fields: Fields) -> float | None:
 
 
 def _to_peer(config: ModelConfig) -> dict[str, object]:
-    sizes, theta = config.attention_sizes, config.attention.rope_theta
-    kinds = {mixer: kind for kind, mixer in _MIXER_OF.items()}
-    return {
+    return hybrid_fields(config) | {
         "architectures": ["OlmoHybridForCausalLM"],
         "model_type": "olmo_hybrid",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.dim,
-        "intermediate_size": config.resolved_mlp_dim,
-        "num_hidden_layers": config.num_layers,
-        "layer_types": [kinds[config.pattern[n % len(config.pattern)]] for n in range(config.num_layers)],
-        "num_attention_heads": sizes.heads,
-        "num_key_value_heads": sizes.kv_heads,
-        "attention_bias": config.attention.bias,
-        "linear_num_key_heads": config.num_heads,
-        "linear_num_value_heads": config.value_heads,
-        "linear_key_head_dim": config.resolved_head_dim,
-        "linear_value_head_dim": config.value_dim,
-        "linear_conv_kernel_dim": config.conv_width,
         "linear_allow_neg_eigval": config.gated_deltanet.negative_eigenvalues,
-        "rms_norm_eps": config.norm_eps,
         # Not null, for which transformers takes its default base: a base that is null is no rotation.
-        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
-        "hidden_act": "silu",
-        "tie_word_embeddings": config.tie_embeddings,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.attention.rope_theta},
     }
 
 
 OLMO_HYBRID = Family(
-    "olmo_hybrid", ("gated_deltanet", "attention"), lambda given: given.get("model_type") == "olmo_hybrid", _to_ours, _to_peer,
-    rows,
-    ("num_heads", "resolved_head_dim", "value_dim", "value_heads", "gated_deltanet.negative_eigenvalues", "resolved_mlp_dim",
-     "head_norm", "conv_width"),
-    unused=(ROTARY,),
+    "olmo_hybrid", ("gated_deltanet", "attention"), of_type("olmo_hybrid"), _to_ours, _to_peer, rows, MATTERS, unused=(ROTARY,)
 )  # fmt: skip

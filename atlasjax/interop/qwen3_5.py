@@ -6,15 +6,25 @@ Only the language model is imported. The tensors of the vision tower and of mult
 from collections.abc import Mapping
 
 from atlasjax.interop.family import Family, Fields, Sizes, exact_fraction, given_dtype, mixer_pattern
-from atlasjax.interop.table import Index, Row
+from atlasjax.interop.layers import (
+    HYBRID,
+    MATTERS,
+    attention_rows,
+    gate_rows,
+    head_row,
+    hybrid_fields,
+    mlp_rows,
+    of_type,
+    ranges,
+    rows_of,
+)
+from atlasjax.interop.table import Row
 from atlasjax.interop.unused import ROTARY
 from atlasjax.nn import AttentionConfig, GatedDeltaNetConfig, HeadNormConfig, ModelConfig
 from atlasjax.train.errors import ConfigError
 
 _NAME = "Qwen3.5"
-_DELTA, _ATTENTION = ("gated_deltanet",), ("attention",)
-_MIXER_OF = {"linear_attention": "gated_deltanet", "full_attention": "attention"}
-_ALL = slice(None)
+_DELTA = ("gated_deltanet",)
 KEPT = ("model.visual.", "mtp.")
 """Beginnings of the names of tensors that are no part of the language model."""
 
@@ -24,84 +34,46 @@ def _names(name: str) -> tuple[str, str]:
     return f"model.{name}", f"model.language_model.{name}"
 
 
-def _in_layer(
-    name: str,
-    ours: str,
-    pattern: str,
-    rows: tuple[int, int] | None = None,
-    part: Index = (),
-    mixers: tuple[str, ...] | None = None,
-) -> Row:
-    return Row(_names(f"layers.{{n}}.{name}"), f"layers.{ours}", pattern, rows, part, mixers=mixers)
+def _in_layer(name: str) -> tuple[str, str]:
+    return _names(f"layers.{{n}}.{name}")
+
+
+def _in_delta(name: str) -> tuple[str, str]:
+    return _in_layer(f"linear_attn.{name}")
 
 
 def rows(config: ModelConfig) -> list[Row]:
-    """The table. The rows of `in_proj_qkv` and the channels of `conv1d` are those of all queries, keys and values."""
+    """The table."""
     return [
         Row(_names("embed_tokens.weight"), "embedding", "v d -> v d"),
-        _in_layer("input_layernorm.weight", "mixer_norm.scale", "d -> d"),
-        _in_layer("post_attention_layernorm.weight", "mlp_norm.scale", "d -> d"),
-        _in_layer("mlp.gate_proj.weight", "mlp.gate_and_wide.kernel", "m d -> d m", part=(_ALL, 0)),
-        _in_layer("mlp.up_proj.weight", "mlp.gate_and_wide.kernel", "m d -> d m", part=(_ALL, 1)),
-        _in_layer("mlp.down_proj.weight", "mlp.out.kernel", "d m -> m d"),
+        Row(_in_layer("input_layernorm.weight"), "layers.mixer_norm.scale", "d -> d"),
+        Row(_in_layer("post_attention_layernorm.weight"), "layers.mlp_norm.scale", "d -> d"),
+        *mlp_rows(_in_layer),
         *_delta_rows(config),
-        *_attention_rows(config),
+        *attention_rows(lambda name: _in_layer(f"self_attn.{name}"), config),
         Row(_names("norm.weight"), "norm.scale", "d -> d"),
-        Row("lm_head.weight", "embedding", "v d -> v d", copy=True)
-        if config.tie_embeddings
-        else Row("lm_head.weight", "head.kernel", "v d -> d v"),
+        head_row(config),
     ]
 
 
 def _delta_rows(config: ModelConfig) -> list[Row]:
-    def row(name: str, ours: str, pattern: str, part: Index = (), rows: tuple[int, int] | None = None) -> Row:
-        return _in_layer(f"linear_attn.{name}", f"mixer.{ours}", pattern, rows, part, _DELTA)
-
-    key = config.resolved_head_dim
-    values = config.value_heads // config.num_heads * config.value_dim
-    found, start = [], 0
-    for size in (key, key, values):
-        end = start + size
-        part, taken = (..., slice(start, end)), (start * config.num_heads, end * config.num_heads)
+    """The rows of `in_proj_qkv` and the channels of `conv1d` are those of all queries, then all keys, then all values."""
+    row = rows_of(_in_delta, _DELTA)
+    key, values = config.resolved_head_dim, config.value_heads // config.num_heads * config.value_dim
+    found = []
+    *joined, (_, gate) = ranges({"q": key, "k": key, "v": values, "g": values})
+    for _, part in joined:
+        taken = part[-1].start * config.num_heads, part[-1].stop * config.num_heads
         found += [
             row("in_proj_qkv.weight", "inputs.linear.kernel", "(h k) d -> d h k", part, taken),
             row("conv1d.weight", "inputs.conv.kernel", "(h k) (1) w -> w h k", part, taken),
         ]
-        start = end
-    gate = (..., slice(start, start + values))
     return [
         *found,
-        row("in_proj_z.weight", "inputs.linear.kernel", "(h k) d -> d h k", part=gate),
-        row("in_proj_b.weight", "gates.kernel", "h d -> d h", part=(_ALL, 0)),
-        row("in_proj_a.weight", "gates.kernel", "h d -> d h", part=(_ALL, 1)),
-        row("A_log", "A_log", "h -> h"),
-        row("dt_bias", "dt_bias", "h -> h"),
+        row("in_proj_z.weight", "inputs.linear.kernel", "(h k) d -> d h k", gate),
+        *gate_rows(_in_delta, "in_proj_{}"),
         row("norm.weight", "norm.scale", "k -> k"),
         row("out_proj.weight", "out.kernel", "d i -> i d"),
-    ]
-
-
-def _attention_rows(config: ModelConfig) -> list[Row]:
-    """`q_proj` has the queries of each head followed by their gate, and so has our `inputs`."""
-
-    def row(name: str, ours: str, pattern: str, part: Index = ()) -> Row:
-        return _in_layer(f"self_attn.{name}", f"mixer.{ours}", pattern, part=part, mixers=_ATTENTION)
-
-    sizes = config.attention_sizes
-    queries = sizes.heads // sizes.kv_heads * (sizes.key_dim + sizes.value_dim)
-    found, start = [], 0
-    for name, size in (("q", queries), ("k", sizes.key_dim), ("v", sizes.value_dim)):
-        part = (..., slice(start, start + size))
-        found.append(row(f"{name}_proj.weight", "attention.inputs.kernel", "(h k) d -> d h k", part=part))
-        if config.attention.bias:
-            found.append(row(f"{name}_proj.bias", "attention.inputs.bias", "(h k) -> h k", part=part))
-        start += size
-    return [
-        *found,
-        row("q_norm.weight", "attention.q_norm.scale", "k -> k"),
-        row("k_norm.weight", "attention.k_norm.scale", "k -> k"),
-        row("o_proj.weight", "out.kernel", "d i -> i d"),
-        *([row("o_proj.bias", "out.bias", "d -> d")] if config.attention.bias else []),
     ]
 
 
@@ -128,13 +100,7 @@ def _to_ours(given: Mapping[str, object], sizes: Sizes) -> ModelConfig:
 
 def _language_model(fields: Fields, tied: bool | None, dtype: object = None) -> ModelConfig:
     """tied: of the model around the language model, which decides if it is given. dtype: of that model, if its own is missing."""
-    for name, value in (
-        ("hidden_act", "silu"),
-        ("attn_output_gate", True),
-        ("mlp_only_layers", []),
-        ("use_sliding_window", False),
-    ):
-        fields.require(name, value)
+    fields.fixed(hidden_act="silu", attn_output_gate=True, mlp_only_layers=[], use_sliding_window=False)
     own_tied = fields.boolean("tie_word_embeddings", False)
     layers, eps = fields.layers("num_hidden_layers", 32), fields.number("rms_norm_eps", default=1e-6)
     theta, fraction = _positions(fields)
@@ -142,7 +108,7 @@ def _language_model(fields: Fields, tied: bool | None, dtype: object = None) -> 
     head_dim = fields.integer("head_dim", 256)
     bias = fields.boolean("attention_bias", False)
     config = ModelConfig(
-        mixer=mixer_pattern([_MIXER_OF[kind] for kind in _layer_types(fields, layers)]),
+        mixer=mixer_pattern([HYBRID[kind] for kind in _layer_types(fields, layers)]),
         num_layers=layers,
         vocab_size=fields.integer("vocab_size", 248320),
         dim=fields.integer("hidden_size", 4096),
@@ -175,7 +141,7 @@ def _language_model(fields: Fields, tied: bool | None, dtype: object = None) -> 
 
 def _layer_types(fields: Fields, layers: int) -> list[str]:
     interval = fields.integer("full_attention_interval", 4, is_axis=False)
-    given = fields.strings("layer_types", layers, _MIXER_OF)
+    given = fields.strings("layer_types", layers, HYBRID)
     if given is not None:
         return given
     return ["linear_attention" if (n + 1) % interval else "full_attention" for n in range(layers)]
@@ -195,41 +161,20 @@ def _positions(fields: Fields) -> tuple[float, float]:
 
 
 def _to_peer(config: ModelConfig) -> dict[str, object]:
-    sizes = config.attention_sizes
-    kinds = {mixer: kind for kind, mixer in _MIXER_OF.items()}
-    period = len(config.pattern)
-    return {
+    size = config.attention_sizes.key_dim
+    return hybrid_fields(config) | {
         "architectures": ["Qwen3_5ForCausalLM"],
         "model_type": "qwen3_5_text",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.dim,
-        "intermediate_size": config.resolved_mlp_dim,
-        "num_hidden_layers": config.num_layers,
-        "layer_types": [kinds[config.pattern[n % period]] for n in range(config.num_layers)],
-        "num_attention_heads": sizes.heads,
-        "num_key_value_heads": sizes.kv_heads,
-        "head_dim": sizes.key_dim,
-        "attention_bias": config.attention.bias,
-        "linear_num_key_heads": config.num_heads,
-        "linear_num_value_heads": config.value_heads,
-        "linear_key_head_dim": config.resolved_head_dim,
-        "linear_value_head_dim": config.value_dim,
-        "linear_conv_kernel_dim": config.conv_width,
-        "rms_norm_eps": config.norm_eps,
+        "head_dim": size,
         "rope_parameters": {
             "rope_type": "default",
             "rope_theta": config.attention.rope_theta,
-            "partial_rotary_factor": exact_fraction(config.attention.rope_dim or sizes.key_dim, sizes.key_dim),
+            "partial_rotary_factor": exact_fraction(config.attention.rope_dim or size, size),
         },
-        "hidden_act": "silu",
-        "tie_word_embeddings": config.tie_embeddings,
     }
 
 
 QWEN3_5 = Family(
-    "qwen3_5", ("gated_deltanet", "attention"), lambda given: given.get("model_type") in ("qwen3_5", "qwen3_5_text"), _to_ours,
-    _to_peer, rows,
-    ("num_heads", "resolved_head_dim", "value_dim", "value_heads", "gated_deltanet.negative_eigenvalues", "resolved_mlp_dim",
-     "head_norm", "conv_width"),
+    "qwen3_5", ("gated_deltanet", "attention"), of_type("qwen3_5", "qwen3_5_text"), _to_ours, _to_peer, rows, MATTERS,
     kept=KEPT, unused=(ROTARY,),
 )  # fmt: skip

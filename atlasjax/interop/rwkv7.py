@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from atlasjax.interop.family import Family, Fields, Sizes
 from atlasjax.interop.fla import GENERATION
+from atlasjax.interop.layers import head_row, of_type
 from atlasjax.interop.table import Row
 from atlasjax.nn import ModelConfig, RWKV7Config
 from atlasjax.train.errors import ConfigError
@@ -30,7 +31,6 @@ def _low_rank(name: str, ours: str, *, bias: bool = True, first: int = 0) -> lis
 def rows(config: ModelConfig) -> list[Row]:
     """The table. The first layer has no value residual."""
     per_head = lambda peer, ours, pattern="(h k) -> h k": Row(_ATTN + peer, f"layers.mixer.{ours}", pattern)
-    head = ("embedding", "v d -> v d") if config.tie_embeddings else ("head.kernel", "v d -> d v")
     return [
         Row("model.embeddings.weight", "embedding", "v d -> v d"),
         *(_norm("model.layers.0.pre_norm", "embedding_norm") if config.embedding_norm else []),
@@ -40,7 +40,7 @@ def rows(config: ModelConfig) -> list[Row]:
         Row(_FFN + "key.weight", "layers.mlp.wide.kernel", "m d -> d m"),
         Row(_FFN + "value.weight", "layers.mlp.out.kernel", "d m -> m d"),
         *_norm("model.norm", "norm"),
-        Row("lm_head.weight", *head, copy=config.tie_embeddings),
+        head_row(config),
         *(Row(f"{_ATTN}x_{x}", "layers.mixer.shift", "1 1 d -> d", part=(i,)) for i, x in enumerate(_SHIFTED)),
         *(per_head(f"{x}_proj.weight", f"{x}.kernel", "(h k) d -> d h k") for x in "rkv"),
         *_low_rank("w", "w"),
@@ -67,8 +67,7 @@ _FUSED_EPS, _EPS = 1e-6, 1e-24  # of the removal key: added to its squared lengt
 
 def _to_ours(given: Mapping[str, object], sizes: Sizes) -> ModelConfig:
     fields = Fields(given, _NAME, sizes)
-    for name, value in (("hidden_act", "sqrelu"), ("norm_bias", True), ("attn", None), ("attnres_block_size", None)):
-        fields.require(name, value)
+    fields.fixed(hidden_act="sqrelu", norm_bias=True, attn=None, attnres_block_size=None)
     dim, layers = fields.integer("hidden_size", 2048), fields.layers("num_hidden_layers", 24)
     heads, head_dim = _heads(fields, given, dim)
     ratio = fields.number("hidden_ratio", default=4)
@@ -159,7 +158,7 @@ def _to_peer(config: ModelConfig) -> dict[str, object]:
 
 
 RWKV7 = Family(
-    "rwkv7", ("rwkv7",), lambda given: given.get("model_type") == "rwkv7", _to_ours, _to_peer, rows,
+    "rwkv7", ("rwkv7",), of_type("rwkv7"), _to_ours, _to_peer, rows,
     ("num_heads", "resolved_head_dim", "value_dim", "resolved_mlp_dim", "rwkv7_ranks", "rwkv7.value_residual", "rwkv7.norm_eps",
      "rwkv7.key_eps"),
     unused=(r"model\.layers\.0\.attn\.v_lora\.lora\.(?:0\.weight|2\.weight|2\.bias)",),  # the first layer has no value residual

@@ -59,13 +59,15 @@ def weights_tensors() -> str:
     families = {family.name: family for family in interop.FAMILIES}
     for title, name, config in PUBLIC:
         family = families[name]
-        for row in family.rows(family.to_ours(config, Sizes())):
+        model = family.to_ours(config, Sizes())
+        for row in family.rows(model):
             names = (row.peer,) if isinstance(row.peer, str) else row.peer
             names = [name for name in names if not name.startswith("model.language_model.")]  # the page says it once
             part = "" if row.rows is None else f"[{row.rows[0]}:{row.rows[1]}]"
             tensor = " or ".join(f"`{name.format(n='N')}{part}`" for name in names)
             tensor += f", N ≥ {row.first}" if row.first else ""
-            tensor += "" if row.mixers is None else f", layers with {' or '.join(row.mixers)}"
+            in_all = row.mixers is None or set(model.pattern) <= set(row.mixers)
+            tensor += "" if in_all else f", layers with {' or '.join(row.mixers)}"
             index = ", ".join("…" if i is ... else _slice(i) for i in row.part)
             ours = f"`{row.ours}{f'[{index}]' if index else ''}`" + (" again" if row.copy else "")
             lines.append((title, tensor, ours, f"`{row.pattern}`"))
