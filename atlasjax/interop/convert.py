@@ -28,6 +28,7 @@ from atlasjax.interop.manifest import PEER
 from atlasjax.interop.tensors import listed
 from atlasjax.nn import ModelConfig, logical_axes
 from atlasjax.storage import AnyPath, StoreError, hub, local_path, new_folder, write_whole
+from atlasjax.storage.tensors import named
 from atlasjax.train import state as state_lib
 from atlasjax.train.config import TrainConfig
 from atlasjax.train.errors import ConfigError, user_errors
@@ -242,7 +243,7 @@ def _plain(
         model = changed(plain.model_of(given, repr(str(folder.path / "config.json"))))
         plain.check_embedding(folder, model)
         shapes = _shapes(plain.NAME, model)
-    plain.check(folder, plain.named(shapes))
+    plain.check(folder, named(shapes))
     return _Weights(
         plain.NAME, model, shapes, lambda path, _: folder.read_finite(path), lambda _: None, 0, folder.notes
     )
@@ -327,8 +328,8 @@ def _placed(found: _Weights) -> PyTree:
     """Our parameters on the local devices. One is made at a time, so the peak is the model and its largest parameter."""
     mesh = make_mesh(MeshConfig(data=1, fsdp=-1))
     shardings, _ = parameter_shardings(state_lib.pure(logical_axes(found.model)), found.shapes, mesh)
-    places = plain.named(shardings)
+    places = named(shardings)
     arrays = [
-        jax.device_put(found.make(path, shape.shape), places[path]) for path, shape in plain.named(found.shapes).items()
+        jax.device_put(found.make(path, shape.shape), places[path]) for path, shape in named(found.shapes).items()
     ]
     return jax.tree.unflatten(jax.tree.structure(found.shapes), arrays)

@@ -18,6 +18,7 @@ from atlasjax.interop.manifest import PEER
 from atlasjax.interop.text_ends import TextEnds, text_ends
 from atlasjax.nn import ModelConfig
 from atlasjax.storage import AnyPath, local_path, new_folder, write_whole
+from atlasjax.storage.tensors import KINDS, named
 from atlasjax.train import state as state_lib
 from atlasjax.train.config import run_folder
 from atlasjax.train.errors import ConfigError, user_errors
@@ -68,8 +69,8 @@ def _export_own(run: AnyPath, loaded: LoadedRun, target: pathlib.Path) -> Conver
         family, given = _form_of(model)
     except ConfigError as error:
         name, given, why = plain.NAME, plain.config(model), str(error)
-        leaves = plain.named(params)
-        kinds = {leaf: (plain.kind(x.dtype), x.shape) for leaf, x in leaves.items()}
+        leaves = named(params)
+        kinds = {leaf: (KINDS[x.dtype], x.shape) for leaf, x in leaves.items()}
         make = lambda leaf: np.asarray(leaves[leaf])
     else:
         name, settings = family.name, family.generation
@@ -115,20 +116,20 @@ def _export_imported(peer: AnyPath, imported: manifest.Manifest, loaded: LoadedR
         manifest.check_names(peer, imported, pieces, beside)
         shapes |= {name: tensor.shape for name, tensor in beside.items()}
         for file, content in files.items():
-            named = {name: renamed.get(name, name) for name in content["tensors"]}
+            names = {name: renamed.get(name, name) for name in content["tensors"]}
             kinds = {
-                name: (kind, shapes[first.get(named[name], named[name])]) for name, kind in content["tensors"].items()
+                name: (kind, shapes[first.get(names[name], names[name])]) for name, kind in content["tensors"].items()
             }
 
             def make(
                 name: str,
                 kinds: Mapping[str, tuple[str, tuple[int, ...]]] = kinds,
-                named: Mapping[str, str] = named,
+                names: Mapping[str, str] = names,
             ) -> np.ndarray:
-                if others is not None and named[name] in extra:
-                    return others.read(named[name])
+                if others is not None and names[name] in extra:
+                    return others.read(names[name])
                 kind, shape = kinds[name]
-                return table.peer_tensor(shape, tensors.DTYPES[kind], own[first[named[name]]], params)
+                return table.peer_tensor(shape, tensors.DTYPES[kind], own[first[names[name]]], params)
 
             tensors.write(partial / file, kinds, make, content["metadata"])
         tokenizer_files.copy(peer, partial, (*COPIED, *tokenizer_files.named_templates(peer)))

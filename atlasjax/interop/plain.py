@@ -3,14 +3,13 @@
 from collections.abc import Mapping
 
 import jax
-import numpy as np
-from jaxtyping import PyTree
 
 import atlasjax
 from atlasjax.config_json import from_dict, to_dict
 from atlasjax.interop import tensors
 from atlasjax.interop.tensors import listed
 from atlasjax.nn import ModelConfig
+from atlasjax.storage.tensors import DTYPES, KINDS
 from atlasjax.train.errors import ConfigError
 
 NAME = "atlasjax"
@@ -39,12 +38,6 @@ def model_of(given: Mapping[str, object], file: str) -> ModelConfig:
     return from_dict(ModelConfig, model, file)
 
 
-def named(tree: PyTree) -> dict[str, PyTree]:
-    """Name → leaf of the parameters, as in `--optimizer.trainable`: "layers.mixer.out.kernel"."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
-
-
 def check_embedding(folder: tensors.Folder, model: ModelConfig) -> None:
     """Raises ConfigError if the embedding in a folder has other sizes than a model: asked before anything of its size is made."""
     there, wanted = folder.tensors.get("embedding"), (model.vocab_size, model.dim)
@@ -63,10 +56,5 @@ def check(folder: tensors.Folder, shapes: Mapping[str, jax.ShapeDtypeStruct]) ->
     for name, shape in shapes.items():
         if there[name].shape != shape.shape:
             raise ConfigError(f"{NAME}: tensor {name!r} has shape {there[name].shape}, should be {shape.shape}.")
-        if tensors.ALL_DTYPES.get(there[name].dtype) != shape.dtype:
-            raise ConfigError(f"{NAME}: tensor {name!r} is {there[name].dtype}, should be {kind(shape.dtype)}.")
-
-
-def kind(dtype: np.dtype) -> str:
-    """The name of a dtype in the format."""
-    return next(name for name, one in tensors.ALL_DTYPES.items() if one == dtype)
+        if DTYPES.get(there[name].dtype) != shape.dtype:
+            raise ConfigError(f"{NAME}: tensor {name!r} is {there[name].dtype}, should be {KINDS[shape.dtype]}.")

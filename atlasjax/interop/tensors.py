@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from atlasjax.interop.files import check_file, read_json
-from atlasjax.storage.tensors import DTYPES as ALL_DTYPES
-from atlasjax.storage.tensors import encoded
+from atlasjax.storage import tensors as files
 from atlasjax.train.errors import ConfigError
 
 if TYPE_CHECKING:
     from safetensors import safe_open
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
-DTYPES = {name: ALL_DTYPES[name] for name in ("F32", "F16", "BF16")}
+DTYPES = {name: files.DTYPES[name] for name in ("F32", "F16", "BF16")}
 PICKLES = (".bin", ".pth", ".pt", ".ckpt", ".pkl")
 
 
@@ -178,7 +177,7 @@ def write(
       metadata: text that the file carries.
     """
     with open(path, "xb") as file:  # in a folder that appears whole
-        for part in encoded(tensors, make, metadata):
+        for part in files.encoded(tensors, make, metadata):
             file.write(part)
 
 

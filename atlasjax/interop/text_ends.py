@@ -98,9 +98,9 @@ def find(folder: AnyPath, definition: AnyPath | None = None, vocab_size: int | N
     """
     found: Found = {kind: [] for kind in _KINDS}
     said: set[str] = set()
-    tokenizer = _Definition(definition)
+    tokenizer = Definition(definition)
     places = [] if definition is None or definition.parent == folder else [(definition.parent, tokenizer)]
-    places.append((folder, _Definition(_own_definition(folder)) if definition is None or places else tokenizer))
+    places.append((folder, Definition(_own_definition(folder)) if definition is None or places else tokenizer))
     for place, tokens in places:
         for kind, named in _named(place, tokens):
             found[kind].append(named)
@@ -134,7 +134,7 @@ def _short(where: str) -> str:
     return "/".join(where.split("/")[-2:])
 
 
-class _Definition:
+class Definition:
     """The file of a tokenizer, read as far as it is asked for."""
 
     def __init__(self, file: AnyPath | None):
@@ -180,7 +180,7 @@ class _Definition:
         return found
 
 
-def _named(place: AnyPath, tokenizer: _Definition) -> Iterator[tuple[str, Named]]:
+def _named(place: AnyPath, tokenizer: Definition) -> Iterator[tuple[str, Named]]:
     """The tokens that the files beside a tokenizer name."""
     files = [place / name for name in ("tokenizer_config.json", "special_tokens_map.json")]
     given = [storage.read_object(file) for file in files]

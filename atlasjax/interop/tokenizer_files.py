@@ -3,7 +3,6 @@
 import json
 import pathlib
 from collections.abc import Iterable
-from typing import Any
 
 from atlasjax import storage
 from atlasjax.data.config import DataConfig
@@ -16,7 +15,7 @@ from atlasjax.data.tokenizers import (
     make_tokenizer,
 )
 from atlasjax.interop.manifest import PEER
-from atlasjax.interop.text_ends import TextEnds
+from atlasjax.interop.text_ends import Definition, TextEnds
 from atlasjax.storage import AnyPath, hub, write_whole
 from atlasjax.train.errors import ConfigError
 
@@ -92,18 +91,17 @@ def write(folder: pathlib.Path, run: AnyPath, tokenizer: Tokenizer, ends: TextEn
     if _is_of(peer, tokenizer):
         copy(peer, folder, (*FILES, *named_templates(peer)))
         return
-    names: dict[int, str]
     if isinstance(tokenizer, SentencePieceTokenizer):
-        content = (own / SentencePieceTokenizer.FILE).read_bytes()
-        write_whole(folder / "tokenizer.model", content)
-        names, kind = _pieces(content), "TokenizersBackend"  # it follows the settings of the model
+        written, kind = folder / "tokenizer.model", "TokenizersBackend"  # it follows the settings of the model
+        write_whole(written, (own / SentencePieceTokenizer.FILE).read_bytes())
     else:
+        written, kind = folder / "tokenizer.json", "PreTrainedTokenizerFast"
         is_bytes = isinstance(tokenizer, ByteTokenizer)
         definition = json.loads(_bytes_as_pairs()) if is_bytes else storage.read_json(own / BpeTokenizer.FILE)
         if (definition.get("post_processor") or {}).get("type") != "ByteLevel":
             definition["post_processor"] = None  # it may add tokens, which a run's tokenizer does not
-        write_whole(folder / "tokenizer.json", json.dumps(definition, ensure_ascii=False).encode())
-        names, kind = _names(definition), "PreTrainedTokenizerFast"
+        write_whole(written, json.dumps(definition, ensure_ascii=False).encode())
+    names = {i: text for text, i in Definition(written).ids().items()}
     described: dict[str, object] = {
         "tokenizer_class": kind,
         "clean_up_tokenization_spaces": False,
@@ -133,21 +131,6 @@ def _is_of(peer: AnyPath, tokenizer: Tokenizer) -> bool:
     except ValueError:  # one that cannot be used here
         pass
     return False
-
-
-def _pieces(model: bytes) -> dict[int, str]:
-    """Id → text of the tokens of a SentencePiece model."""
-    import sentencepiece
-
-    processor = sentencepiece.SentencePieceProcessor()
-    processor.LoadFromSerializedProto(model)
-    return {i: processor.id_to_piece(i) for i in range(processor.vocab_size())}
-
-
-def _names(definition: dict[str, Any]) -> dict[int, str]:
-    """Id → text of the tokens of a `tokenizers` JSON file."""
-    learned = {i: text for text, i in definition["model"]["vocab"].items()}
-    return learned | {token["id"]: token["content"] for token in definition.get("added_tokens") or ()}
 
 
 def _bytes_as_pairs() -> str:

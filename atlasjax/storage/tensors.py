@@ -23,6 +23,7 @@ DTYPES: dict[str, np.dtype] = {name: np.dtype(code) for name, code in _NUMBERS.i
     "BF16": jnp.dtype(jnp.bfloat16)
 }
 """Name of a dtype in the format → the dtype."""
+KINDS = {dtype: name for name, dtype in DTYPES.items()}
 _FORMAT = 1  # of what `save` writes
 Described = Mapping[str, object]  # values of JSON
 
@@ -51,11 +52,11 @@ def encoded(
         yield np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
-def named(tree: PyTree, prefix: str) -> dict[str, Any]:
-    """Name → leaf of a pytree: "prefix.memory.W1"."""
+def named(tree: PyTree, prefix: str = "") -> dict[str, Any]:
+    """Name → leaf of a pytree, in the order of its leaves: "prefix.memory.W1", or without a prefix "memory.W1"."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     path = lambda keys: jax.tree_util.keystr(keys, simple=True, separator=".")
-    return {f"{prefix}.{path(keys)}" if keys else prefix: leaf for keys, leaf in leaves}
+    return {".".join(filter(None, (prefix, path(keys)))): leaf for keys, leaf in leaves}
 
 
 def digest(arrays: Mapping[str, jax.Array | np.ndarray], text: str = "") -> str:
@@ -84,14 +85,13 @@ def save(
       TypeError: an array has a dtype that the format does not have.
       OSError: the file cannot be written.
     """
-    kinds = {dtype: name for name, dtype in DTYPES.items()}
     for name, array in arrays.items():
-        if array.dtype not in kinds:
+        if array.dtype not in KINDS:
             raise TypeError(
-                f"{name} is {array.dtype}, which a file cannot hold; it may be {', '.join(map(str, kinds))}."
+                f"{name} is {array.dtype}, which a file cannot hold; it may be {', '.join(map(str, KINDS))}."
             )
     whole = {name: np.asarray(array) for name, array in arrays.items()}
-    described = {name: (kinds[array.dtype], array.shape) for name, array in whole.items()}
+    described = {name: (KINDS[array.dtype], array.shape) for name, array in whole.items()}
     text = json.dumps(about, ensure_ascii=False)
     metadata = {"kind": kind, "format": str(_FORMAT), "atlasjax": atlasjax.__version__, "about": text}
     metadata["sha256"] = digest(whole, text)

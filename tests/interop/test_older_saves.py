@@ -9,6 +9,7 @@ import pytest
 from atlasjax.interop import convert, export_weights, import_weights, tensors
 from atlasjax.interop.convert import peer_config
 from atlasjax.interop.family import INERT
+from atlasjax.storage.tensors import named
 from tests.interop import peers
 from tests.interop.test_refused import refused
 
@@ -17,7 +18,7 @@ def read(source):
     """The config, the arrays and the notes of an import, without a run."""
     with tensors.Folder(source) as folder:
         found = convert._of_family(peer_config(source), folder, lambda model: model)
-        arrays = {path: found.make(path, x.shape) for path, x in convert.plain.named(found.shapes).items()}
+        arrays = {path: found.make(path, x.shape) for path, x in named(found.shapes).items()}
     return found.model, arrays, found.notes
 
 
