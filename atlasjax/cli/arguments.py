@@ -5,89 +5,52 @@ import re
 import typing
 from collections.abc import Iterator, Sequence
 
-# What people type who know other programs → the option here, if the command has it.
-_OTHER_NAMES = {
-    "lr": "optimizer.learning-rate",
-    "max-lr": "optimizer.learning-rate",
-    "wd": "optimizer.weight-decay",
-    "warmup": "optimizer.warmup-steps",
-    "num-warmup-steps": "optimizer.warmup-steps",
-    "lr-scheduler": "optimizer.schedule",
-    "lr-scheduler-type": "optimizer.schedule",
-    "scheduler": "optimizer.schedule",
-    "optim": "optimizer.name",
-    "optimizer": "optimizer.name",
-    "grad-clip": "optimizer.clip-norm",
-    "gradient-clip": "optimizer.clip-norm",
-    "max-grad-norm": "optimizer.clip-norm",
-    "ema": "optimizer.ema-decay",
-    "bs": "data.batch-size",
-    "batch": "data.batch-size",
-    "train-batch-size": "data.batch-size",
-    "per-device-train-batch-size": "data.batch-size",
-    "context-length": "data.sequence-length",
-    "seq-len": "data.sequence-length",
-    "seq-length": "data.sequence-length",
-    "max-length": "data.sequence-length",
-    "max-seq-length": "data.sequence-length",
-    "block-size": "data.sequence-length",
-    "dataset": "data.paths",
-    "data": "data.paths",
-    "data-dir": "data.paths",
-    "train-file": "data.paths",
-    "grad-accum": "accumulation",
-    "gradient-accumulation-steps": "accumulation",
-    "max-steps": "steps",
-    "num-steps": "steps",
-    "iterations": "steps",
-    "max-iters": "steps",
-    "num-train-steps": "steps",
-    "epochs": "steps",
-    "num-train-epochs": "steps",
-    "output-dir": "run-dir",
-    "out-dir": "run-dir",
-    "save-dir": "run-dir",
-    "output": "out",
-    "model-dir": "run-dir",
-    "checkpoint": "run-dir",
-    "ckpt": "run-dir",
-    "resume": "run-dir",
-    "save-every": "checkpoint-every",
-    "save-steps": "checkpoint-every",
-    "eval-steps": "eval-every",
-    "eval-interval": "eval-every",
-    "logging-steps": "log-every",
-    "log-interval": "log-every",
-    "wandb": "trackers",
-    "report-to": "trackers",
-    "model-name": "preset",
-    "arch": "preset",
-    "hidden-size": "model.dim",
-    "d-model": "model.dim",
-    "n-layers": "model.num-layers",
-    "layers": "model.num-layers",
-    "n-heads": "model.num-heads",
-    "heads": "model.num-heads",
-    "precision": "model.dtype",
-    "gradient-checkpointing": "model.remat",
-    "max-new-tokens": "max-tokens",
-    "num-samples": "samples",
-    "num-workers": "workers",
-    "jobs": "workers",
+# An option here → what it is called in other programs, for people who know those.
+_NAMES_ELSEWHERE = {
+    "optimizer.learning-rate": "lr max-lr",
+    "optimizer.weight-decay": "wd",
+    "optimizer.warmup-steps": "warmup num-warmup-steps",
+    "optimizer.schedule": "lr-scheduler lr-scheduler-type scheduler",
+    "optimizer.name": "optim optimizer",
+    "optimizer.clip-norm": "grad-clip gradient-clip max-grad-norm",
+    "optimizer.ema-decay": "ema",
+    "data.batch-size": "bs batch train-batch-size per-device-train-batch-size",
+    "data.sequence-length": "context-length seq-len seq-length max-length max-seq-length block-size",
+    "data.paths": "dataset data data-dir train-file",
+    "accumulation": "grad-accum gradient-accumulation-steps",
+    "steps": "max-steps num-steps iterations max-iters num-train-steps epochs num-train-epochs",
+    "run-dir": "output-dir out-dir save-dir model-dir checkpoint ckpt resume",
+    "out": "output",
+    "checkpoint-every": "save-every save-steps",
+    "eval-every": "eval-steps eval-interval",
+    "log-every": "logging-steps log-interval",
+    "trackers": "wandb report-to",
+    "preset": "model-name arch",
+    "model.dim": "hidden-size d-model",
+    "model.num-layers": "n-layers layers",
+    "model.num-heads": "n-heads heads",
+    "model.dtype": "precision",
+    "model.remat": "gradient-checkpointing",
+    "max-tokens": "max-new-tokens",
+    "samples": "num-samples",
+    "workers": "num-workers jobs",
 }
+_OTHER_NAMES = {name: option for option, names in _NAMES_ELSEWHERE.items() for name in names.split()}
 
 
-def _is_annotated(kind: object) -> bool:
-    return typing.get_origin(kind) is typing.Annotated
+def option_name(field: "dataclasses.Field[object]", kind: object) -> str:
+    """The name of the option of a field of this type, as tyro gives it; "" if its own options stand in its place."""
+    named = (one.name for one in getattr(kind, "__metadata__", ()) if getattr(one, "name", None) is not None)
+    return next(named, field.name.replace("_", "-"))  # the first is that of tyro.conf.arg(name=…)
 
 
 def _options(cls: type, prefix: str = "") -> Iterator[tuple[str, str | None]]:
     """The options of a dataclass: (dotted name, the word that goes before its own options if it is an optional config)."""
     hints = typing.get_type_hints(cls, include_extras=True)
     for field in dataclasses.fields(cls):
-        kind, *about = typing.get_args(hints[field.name]) if _is_annotated(hints[field.name]) else (hints[field.name],)
-        named = [one.name for one in about if getattr(one, "name", None) is not None]  # tyro.conf.arg(name=…)
-        name = prefix + (named[0] if named else field.name.replace("_", "-"))
+        kind = hints[field.name]
+        name = prefix + option_name(field, kind)
+        kind = typing.get_args(kind)[0] if hasattr(kind, "__metadata__") else kind
         optional = next((one for one in typing.get_args(kind) if dataclasses.is_dataclass(one)), None)
         if dataclasses.is_dataclass(kind):
             yield from _options(typing.cast(type, kind), f"{name}." if name else prefix)

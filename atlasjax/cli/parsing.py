@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import TypeVar, cast
 
 from atlasjax import check, trusted
-from atlasjax.cli.arguments import ordered, other_name
+from atlasjax.cli.arguments import option_name, ordered, other_name
 from atlasjax.train.errors import ConfigError, user_errors
 
 T = TypeVar("T")
@@ -61,9 +61,7 @@ def numbers_of(command: object, prefix: str = "") -> Iterator[tuple[str, int | f
     """The options of a command, an instance of its dataclass, whose values are numbers, with these: ("data.batch-size", 8)."""
     hints = typing.get_type_hints(type(command), include_extras=True)
     for field in dataclasses.fields(command):  # type: ignore[arg-type]
-        value, about = getattr(command, field.name), getattr(hints[field.name], "__metadata__", ())
-        named = [one.name for one in about if getattr(one, "name", None) is not None]  # tyro.conf.arg(name=…)
-        name = named[0] if named else field.name.replace("_", "-")
+        value, name = getattr(command, field.name), option_name(field, hints[field.name])
         if dataclasses.is_dataclass(value):
             yield from numbers_of(value, f"{prefix}{name}." if name else prefix)
         elif isinstance(value, int | float) and not isinstance(value, bool):
