@@ -1,5 +1,6 @@
 """`atlasjax prepare`."""
 
+import importlib
 import shlex
 import sys
 import time
@@ -9,7 +10,8 @@ from atlasjax.cli.options.prepare import PrepareCommand
 from atlasjax.data.config import DataConfig
 from atlasjax.data.files import usable_cores
 from atlasjax.data.manifest import FILE, Manifest
-from atlasjax.data.preparation import Report, prepare
+from atlasjax.data.preparation import prepare
+from atlasjax.data.preparation_steps import Report
 from atlasjax.train.errors import RunError, user_errors
 from atlasjax.train.reports.progress import duration
 
@@ -32,9 +34,8 @@ def run(command: PrepareCommand) -> None:
 
 def _prepared(command: PrepareCommand, shown: "_Shown") -> Manifest:
     if command.runner is not None:
-        from atlasjax.data.beam import prepare_on_beam
-
-        return prepare_on_beam(
+        beam = importlib.import_module("atlasjax.data.beam")  # only here: without Apache Beam it cannot be imported
+        return beam.prepare_on_beam(
             command.data, command.out, command.beam, shard_tokens=command.shard_tokens, on_report=shown
         )
     workers = usable_cores() if command.workers is None else command.workers

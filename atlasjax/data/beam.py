@@ -23,28 +23,14 @@ from apache_beam.options.pipeline_options import PipelineOptions
 
 from atlasjax import check, storage
 from atlasjax.data import manifest as manifest_lib
+from atlasjax.data import preparation_steps as steps
 from atlasjax.data.checked_files import close_files
 from atlasjax.data.config import DataConfig, Split
-from atlasjax.data.inputs import Inputs, open_inputs
-from atlasjax.data.manifest import SHARD_TOKENS, Manifest, write_manifest
-from atlasjax.data.preparation_steps import (
-    REQUEST,
-    Gathered,
-    Report,
-    changed,
-    check_same,
-    encode_part,
-    finished,
-    plan_split,
-    ready_tokenizer,
-    request_of,
-    separator_of,
-    versions,
-)
+from atlasjax.data.inputs import open_inputs
+from atlasjax.data.manifest import SHARD_TOKENS, Manifest
 from atlasjax.data.token_files import SIZE, TokenFile, TokenFiles, TokenWriter
 from atlasjax.data.tokenizers import Tokenizer, load_tokenizer
 from atlasjax.data.windows import token_dtype, with_sizes
-from atlasjax.storage import lease, locks
 
 _PIECE = 2**20  # most tokens of an element: runners have limits of some megabytes
 _Wanted = tuple[str, np.ndarray, np.ndarray]  # a final file, and places in its split and documents of a part
@@ -59,7 +45,7 @@ def prepare_on_beam(
     options: Sequence[str],
     *,
     shard_tokens: int = SHARD_TOKENS,
-    on_report: Callable[[Report], None] | None = None,
+    on_report: Callable[[steps.Report], None] | None = None,
 ) -> Manifest:
     """`prepare` on a runner of Apache Beam. A second call resumes, on any machine.
 
@@ -76,116 +62,56 @@ def prepare_on_beam(
 
     Raises:
       ValueError, FileNotFoundError: as `prepare`.
-      RuntimeError: the pipeline failed. What was finished is kept.
+      RuntimeError: the pipeline failed. Finished files are kept.
     """
     check.require(check.is_integer(shard_tokens, 1), "shard_tokens", shard_tokens, "an integer of at least 1")
-    request = request_of(config) | {"shard_tokens": shard_tokens}
+    request = steps.request_of(config) | {"shard_tokens": shard_tokens}
     folder = storage.expanded(directory).absolute()
     if (folder / manifest_lib.FILE).exists():
-        return finished(config, folder, request)
-    begun, inputs = folder / REQUEST, open_inputs(config)
-    if not begun.exists() and folder.exists() and any(folder.iterdir()):
-        raise ValueError(f"The folder {str(folder)!r} contains other files. Use an empty or new folder.")
+        return steps.finished(config, folder, request)
+    inputs = open_inputs(config)
+    if not (folder / steps.REQUEST).exists() and folder.exists() and any(folder.iterdir()):
+        raise steps.other_files(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    with _held(folder):
-        if begun.exists():
-            saved = storage.read_json(begun)
-            check_same(folder, saved.get("request", saved), request)
-            if not inputs.has_identity(saved.get("inputs", {})):
-                raise changed(folder)
-        storage.write_whole(begun, json.dumps({"request": request, "inputs": inputs.identity}).encode())
-        tokenizer = ready_tokenizer(config, inputs, folder)
-        (folder / "parts").mkdir(exist_ok=True)
-        job = _Job(config, str(folder), inputs.digest, tuple(options), on_report or (lambda report: None))
-        plans = _tokenized(job, inputs, shard_tokens)
-        splits = _dealt(job, plans)
-        result = Manifest(
-            tokenizer.fingerprint, tokenizer.vocab_size, token_dtype(tokenizer.vocab_size).name, config.packing,
-            separator_of(config), splits, request, versions(), inputs.digest,
-        )  # fmt: skip
-        write_manifest(folder, result)
-        _clean(folder, splits)
-    return result
+    run = functools.partial(_run, tuple(options))
+    with steps.held(folder):
+        job = steps.begin(config, folder, inputs, request, on_report)
+        plans = job.plans(_tokenized(job, run))
+        return job.finish(_dealt(job, plans, run), plans)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Job:
-    config: DataConfig
-    folder: str
-    digest: str  # of the inputs, which every worker must find too
-    options: tuple[str, ...]
-    report: Callable[[Report], None]
-
-    def run(self, build: Callable[[beam.Pipeline], object]) -> None:
-        """Runs a pipeline to its end."""
-        try:
-            pipeline = beam.Pipeline(options=PipelineOptions(list(self.options)))
-            build(pipeline)
-            pipeline.run().wait_until_finish()
-        except Exception as error:  # a runner's own, with the errors of workers as text
-            said = next(
-                (line for line in reversed(str(error).strip().splitlines()) if line.strip()), type(error).__name__
-            )
-            said = said.partition(" [while running")[0]
-            raise RuntimeError(
-                f"the pipeline of Beam failed: {said[:500]} Finished parts are kept: run the same command again to resume."
-            ) from error
+_Run = Callable[[Callable[[beam.Pipeline], object]], None]
 
 
-@contextlib.contextmanager
-def _held(folder: storage.AnyPath) -> Iterator[None]:
-    """Holds the folder against a second preparation. Stores other than gs:// have no lease."""
-    if isinstance(folder, storage.StorePath):
-        with lease.hold(folder, locks.owner()) if folder.scheme == "gs" else contextlib.nullcontext():
-            yield
-        return
+def _run(options: Sequence[str], build: Callable[[beam.Pipeline], object]) -> None:
+    """Runs a pipeline to its end."""
     try:
-        lock = locks.take(folder / "lock")
-    except locks.HeldError as error:
-        raise ValueError(f"Another process is preparing data in {str(folder)!r} ({error.holder}).") from None
-    with lock:
-        yield
-
-
-def _descriptions(folder: storage.AnyPath, names: Iterable[str]) -> dict[str, TokenFile]:
-    """The finished files among these."""
-    paths = {name: folder / f"{name}.json" for name in names}
-    return {name: TokenFile(**storage.read_json(path)) for name, path in paths.items() if path.exists()}
-
-
-def _clean(folder: storage.AnyPath, splits: dict[Split, tuple[TokenFile, ...]]) -> None:
-    """Removes what is only needed to resume."""
-    parts = folder / "parts"
-    if isinstance(parts, storage.StorePath):
-        parts.rmtree()
-    else:
-        shutil.rmtree(parts)
-    for name in [REQUEST, *(f"{file.name}.json" for files in splits.values() for file in files)]:
-        (folder / name).unlink()
+        pipeline = beam.Pipeline(options=PipelineOptions(list(options)))
+        build(pipeline)
+        pipeline.run().wait_until_finish()
+    except Exception as error:  # a runner's own, with the errors of workers as text
+        said = next((line for line in reversed(str(error).strip().splitlines()) if line.strip()), type(error).__name__)
+        said = said.partition(" [while running")[0]
+        raise RuntimeError(
+            f"the pipeline of Beam failed: {said[:500]} Finished parts are kept: run the same command again to resume."
+        ) from error
 
 
 # Tokenizing
 
 
-def _tokenized(job: _Job, inputs: Inputs, shard_tokens: int) -> dict[Split, Gathered]:
-    """Makes the token files of all parts, and plans the final files."""
-    parts = storage.path(job.folder) / "parts"
-    names = [[f"{i}-{number:06d}" for number in range(len(each))] for i, each in enumerate(inputs.parts)]
-    tasks = {name: (i, number) for i, each in enumerate(names) for number, name in enumerate(each)}
-    kept = _descriptions(parts, tasks)
+def _tokenized(job: steps.Preparation, run: _Run) -> dict[str, TokenFile]:
+    """The token files of all parts, by name."""
+    parts, tasks = job.folder / "parts", job.parts
+    kept = steps.descriptions(parts, tasks)
     waiting = [task for name, task in tasks.items() if name not in kept]
     if waiting:
-        encode = _Encode(job.config, job.folder, job.digest)
-        job.run(lambda pipeline: pipeline | beam.Create(waiting) | beam.Reshuffle() | "Tokenize" >> beam.ParDo(encode))
-    written = _descriptions(parts, tasks)
+        encode = _Encode(job.config, str(job.folder), job.inputs.digest)
+        run(lambda pipeline: pipeline | beam.Create(waiting) | beam.Reshuffle() | "Tokenize" >> beam.ParDo(encode))
+    written = steps.descriptions(parts, tasks)
     tokens, before = (sum(file.tokens for file in files.values()) for files in (written, kept))
-    job.report(Report("tokenizing", len(tasks), len(tasks), "parts", 1.0, tokens, before))
-    return {
-        split: plan_split(
-            job.config, split, selection, tuple(written[name] for name in names[selection.input]), shard_tokens
-        )
-        for split, selection in inputs.splits.items()
-    }
+    job.report(steps.Report("tokenizing", len(tasks), len(tasks), "parts", 1.0, tokens, before))
+    return written
 
 
 class _Encode(beam.DoFn):
@@ -206,8 +132,8 @@ class _Encode(beam.DoFn):
     def process(self, task: tuple[int, int]) -> None:
         number, part = task
         dtype, sized = token_dtype(self._tokenizer.vocab_size), not self._tokenizer.is_exact
-        write = lambda writer: encode_part(
-            self._inputs.parts[number][part], self._tokenizer, separator_of(self._config), writer
+        write = lambda writer: steps.encode_part(
+            self._inputs.parts[number][part], self._tokenizer, steps.separator_of(self._config), writer
         )
         _written(storage.path(self._folder) / "parts", f"{number}-{part:06d}", dtype, write, sized=sized)
 
@@ -227,16 +153,15 @@ def _written(
 # Shuffling
 
 
-def _dealt(job: _Job, plans: dict[Split, Gathered]) -> dict[Split, tuple[TokenFile, ...]]:
-    """Makes the final files."""
-    folder = storage.path(job.folder)
-    names = {split: [f"{split}-{i:05d}" for i in range(plan.num_files)] for split, plan in plans.items()}
-    tasks = {name: (split, i) for split, each in names.items() for i, name in enumerate(each)}
-    kept = _descriptions(folder, tasks)
+def _dealt(job: steps.Preparation, plans: dict[Split, steps.Gathered], run: _Run) -> dict[str, TokenFile]:
+    """The final files, by name."""
+    tasks = steps.final_files(plans)
+    kept = steps.descriptions(job.folder, tasks)
     waiting = [task for name, task in tasks.items() if name not in kept]
     if waiting:
-        want, take, write = _Want(plans), _Take(job.folder), _Write(job.folder, plans)
-        job.run(
+        folder = str(job.folder)
+        want, take, write = _Want(plans), _Take(folder), _Write(folder, plans)
+        run(
             lambda pipeline: (
                 pipeline
                 | beam.Create(waiting)
@@ -248,17 +173,17 @@ def _dealt(job: _Job, plans: dict[Split, Gathered]) -> dict[Split, tuple[TokenFi
                 | "Write" >> beam.ParDo(write)
             )
         )
-    written = _descriptions(folder, tasks)
+    written = steps.descriptions(job.folder, tasks)
     documents = sum(plan.num_documents for plan in plans.values())
     tokens, before = (sum(file.tokens for file in files.values()) for files in (written, kept))
-    job.report(Report("shuffling", documents, documents, "documents", 1.0, tokens, before))
-    return {split: tuple(written[name] for name in each) for split, each in names.items()}
+    job.report(steps.Report("shuffling", documents, documents, "documents", 1.0, tokens, before))
+    return written
 
 
 class _Want(beam.DoFn):
     """Which documents of which parts a final file has: (part, (file, places, documents of the part))."""
 
-    def __init__(self, plans: dict[Split, Gathered]):
+    def __init__(self, plans: dict[Split, steps.Gathered]):
         self._plans = plans
 
     def process(self, task: tuple[Split, int]) -> Iterator[tuple[str, _Wanted]]:
@@ -321,11 +246,9 @@ def _pieces(tokens: TokenFiles, place: int, document: int, dtype: np.dtype) -> I
 class _Write(beam.DoFn):
     """Writes a final file from the pieces of its documents."""
 
-    def __init__(self, folder: str, plans: dict[Split, Gathered]):
+    def __init__(self, folder: str, plans: dict[Split, steps.Gathered]):
         self._folder = folder
-        self._documents = {
-            f"{split}-{i:05d}": len(plan.places(i)) for split, plan in plans.items() for i in range(plan.num_files)
-        }
+        self._documents = {name: len(plans[split].places(i)) for name, (split, i) in steps.final_files(plans).items()}
 
     def setup(self) -> None:
         self._tokenizer = load_tokenizer(storage.path(self._folder) / "tokenizer")

@@ -7,25 +7,18 @@ import pathlib
 import threading
 import weakref
 import zlib
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 _OPEN_FILES = 256  # per process
 _BLOCK = 2**20  # bytes read at once
 _THREADS = 4
 _Key = tuple[str, int, int]
+Content = Callable[[bytes, int, int], str | None]
+"""Says what is wrong with a file, from a block, its place, and the number of bytes of the file. None: nothing."""
 
 _sound: set[_Key] = set()  # files that were checked by this process
 _locks: dict[_Key, threading.Lock] = {}
 _guard = threading.Lock()
-
-
-class Content(Protocol):
-    """Says what is wrong with the content of a file, which is given in blocks."""
-
-    def __call__(self, content: bytes, at: int, whole: int, /) -> str | None:
-        """What is wrong with the bytes at a place in a file of `whole` bytes; None: nothing."""
-        ...
 
 
 class CheckedFile:

@@ -13,9 +13,9 @@ import numpy as np
 
 from atlasjax import storage
 from atlasjax.data.config import DataConfig, Split
-from atlasjax.data.documents import Documents
+from atlasjax.data.documents import Documents, Selection
 from atlasjax.data.files import expand
-from atlasjax.data.sources import default_held_out, load_documents, open_documents
+from atlasjax.data.sources import held_out, load_documents, open_documents
 from atlasjax.data.text import json_documents, text_files, text_pieces
 
 Pieces = Iterator[str]
@@ -38,36 +38,6 @@ class Part:
     size: int
     documents: Callable[[], Iterator[Pieces]]
     files: tuple[str, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class Selection:
-    """The documents of a split: all documents of an input, every n-th, or all except every n-th.
-
-    Attributes:
-      input: index of the input.
-      period: n, or None for all documents.
-      complement: whether to take all except every n-th.
-    """
-
-    input: int
-    period: int | None = None
-    complement: bool = False
-
-    def count(self, num_documents: int) -> int:
-        """Number of documents taken from the first `num_documents`."""
-        if self.period is None:
-            return num_documents
-        held_out = num_documents // self.period
-        return num_documents - held_out if self.complement else held_out
-
-    def document(self, index: int) -> int:
-        """The index in the input of document `index` of the split."""
-        if self.period is None:
-            return index
-        if self.complement:
-            return index + index // (self.period - 1)
-        return index * self.period + self.period - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +98,7 @@ def open_inputs(config: DataConfig) -> Inputs:
         return _inputs(config, (_input(config, separate=False),), {"train": Selection(0)})
     # Only the source `text` needs the number of its documents, which are files.
     files = _text_files(config, config.paths) if config.source == "text" else []
-    how = default_held_out(config, len(files)) if config.held_out == "auto" else config.held_out
+    how = held_out(config, len(files))
     if how == "tail" and config.source == "text":
         both = tuple(_file_parts(config, files, split) for split in ("train", "validation"))
         return _inputs(config, both, {"train": Selection(0), "validation": Selection(1)})

@@ -7,9 +7,11 @@ other side. A tokenizer finds such positions (`Tokenizer.last_cut`). For byte-pa
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
+
+from atlasjax.data.tokenizer_base import Tokenizer
 
 PIECE = 2**18  # characters; a tokenizer needs about 100 bytes of memory per token
 
@@ -30,17 +32,7 @@ _EXPRESSIONS = (
 _CANDIDATE = re.compile(r"(?<=\S) |(?<=\w)\n")
 
 
-class Cuttable(Protocol):
-    """The part of a tokenizer that this module needs."""
-
-    def encode(self, text: str, /) -> np.ndarray: ...
-
-    def encode_sized(self, text: str, /) -> np.ndarray: ...
-
-    def last_cut(self, text: str, /) -> int: ...
-
-
-def encode_pieces(tokenizer: Cuttable, texts: Iterable[str], *, sized: bool = False) -> Iterator[np.ndarray]:
+def encode_pieces(tokenizer: Tokenizer, texts: Iterable[str], *, sized: bool = False) -> Iterator[np.ndarray]:
     """Encode a text given in parts.
 
     Args:
@@ -70,7 +62,7 @@ def encode_pieces(tokenizer: Cuttable, texts: Iterable[str], *, sized: bool = Fa
         yield last
 
 
-def _cut(tokenizer: Cuttable, texts: Iterable[str]) -> Iterator[str]:
+def _cut(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[str]:
     """The pieces of a text given in parts."""
     held: list[str] = []  # text since the last cut; only the newest part is searched for a cut
     size = 0
@@ -92,7 +84,7 @@ def _cut(tokenizer: Cuttable, texts: Iterable[str]) -> Iterator[str]:
         yield "".join(held)
 
 
-def encode_text(tokenizer: Cuttable, text: str, dtype: np.dtype, *, sized: bool = False) -> np.ndarray:
+def encode_text(tokenizer: Tokenizer, text: str, dtype: np.dtype, *, sized: bool = False) -> np.ndarray:
     """The tokens of a whole text, [num_tokens] of the given dtype; with `sized` and the bytes of each, [2, num_tokens]."""
     pieces = [piece.astype(dtype) for piece in encode_pieces(tokenizer, (text,), sized=sized)]
     return np.concatenate(pieces, axis=-1) if pieces else np.zeros((2, 0) if sized else 0, dtype)

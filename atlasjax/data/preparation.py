@@ -18,29 +18,15 @@ from collections.abc import Callable, Iterator
 
 from atlasjax import cache, check, storage
 from atlasjax.data import manifest as manifest_lib
+from atlasjax.data import preparation_steps as steps
 from atlasjax.data.config import DataConfig, Split
-from atlasjax.data.inputs import Inputs, open_inputs
-from atlasjax.data.manifest import SHARD_TOKENS, Manifest, write_manifest
-from atlasjax.data.preparation_steps import (
-    REQUEST,
-    Gathered,
-    Report,
-    changed,
-    check_same,
-    encode_part,
-    finished,
-    plan_split,
-    ready_tokenizer,
-    request_of,
-    separator_of,
-    versions,
-)
+from atlasjax.data.inputs import open_inputs
+from atlasjax.data.manifest import SHARD_TOKENS, Manifest
 from atlasjax.data.prepared_copies import upload
 from atlasjax.data.token_files import TokenFile, TokenFiles, TokenWriter
-from atlasjax.data.tokenizers import Tokenizer, load_tokenizer
+from atlasjax.data.tokenizers import load_tokenizer
 from atlasjax.data.windows import token_dtype, with_sizes
 from atlasjax.data.workers import Task, run_tasks
-from atlasjax.storage import locks
 
 _GATHERED = 2**22  # tokens copied at once from a long document
 _TICK = 2.0  # seconds between reports
@@ -52,7 +38,7 @@ def prepare(
     *,
     workers: int = 0,
     shard_tokens: int = SHARD_TOKENS,
-    on_report: Callable[[Report], None] | None = None,
+    on_report: Callable[[steps.Report], None] | None = None,
 ) -> Manifest:
     """Tokenize, shuffle and write the documents of a config, or resume an interrupted preparation.
 
@@ -79,50 +65,32 @@ def prepare(
     """
     check.require(check.is_integer(workers, 0), "workers", workers, "an integer of at least 0")
     check.require(check.is_integer(shard_tokens, 1), "shard_tokens", shard_tokens, "an integer of at least 1")
-    request = request_of(config) | {"shard_tokens": shard_tokens}
+    request = steps.request_of(config) | {"shard_tokens": shard_tokens}
     target = storage.expanded(directory)
     if isinstance(target, storage.StorePath):
         return _prepare_in_store(config, target, request, workers, shard_tokens, on_report)
-    folder = target
-    inputs = None if (folder / manifest_lib.FILE).exists() else open_inputs(config)
-    _check_folder(folder)
-    new = [path for path in (folder / "lock", folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    with _locked(folder), _undone_if_bad(folder, new):
-        if (folder / manifest_lib.FILE).exists():
-            found = finished(config, folder, request)
-            _clean(folder)
+    inputs = None if (target / manifest_lib.FILE).exists() else open_inputs(config)
+    _check_folder(target)
+    new = [path for path in (target / "lock", target, *target.parents) if not path.exists()]
+    target.mkdir(parents=True, exist_ok=True)
+    with steps.held(target), _undone_if_bad(target, new):
+        if inputs is None or (target / manifest_lib.FILE).exists():  # perhaps since then, by another process
+            found = steps.finished(config, target, request)
+            steps.clean(target)
             return found
-        inputs = inputs or open_inputs(config)
-        begun = folder / REQUEST
-        wanted = {"request": request, "inputs": inputs.identity}
-        if begun.exists():
-            saved = storage.read_json(begun)
-            check_same(folder, saved["request"], request)
-            if not inputs.has_identity(saved["inputs"]):
-                raise changed(folder)
-        storage.write_whole(begun, json.dumps(wanted).encode())
-        tokenizer = ready_tokenizer(config, inputs, folder)
-        (folder / "parts").mkdir(exist_ok=True)
-        report = on_report or (lambda report: None)
-        written = _tokenize(config, inputs, folder, tokenizer, workers, report)
-        try:
-            plans = {
-                split: plan_split(config, split, selection, tuple(written[selection.input]), shard_tokens)
-                for split, selection in inputs.splits.items()
-            }
-        except ValueError:  # only another config can be prepared from this source, and it can have the folder
-            _clean(folder)
-            shutil.rmtree(folder / "tokenizer")
-            raise
-        splits = _gather(folder, plans, tokenizer, workers, report)
-        result = Manifest(
-            tokenizer.fingerprint, tokenizer.vocab_size, token_dtype(tokenizer.vocab_size).name, config.packing,
-            separator_of(config), splits, request, versions(), inputs.digest,
-        )  # fmt: skip
-        write_manifest(folder, result)
-        _clean(folder)
-    return result
+        return _prepared(steps.begin(config, target, inputs, request, on_report), target, workers)
+
+
+def _prepared(job: steps.Preparation, folder: pathlib.Path, workers: int) -> Manifest:
+    """Both stages, and the manifest."""
+    written = _tokenize(job, workers)
+    try:
+        plans = job.plans(written)
+    except ValueError:  # only another config can be prepared from this source, and it can have the folder
+        steps.clean(folder)
+        shutil.rmtree(folder / "tokenizer")
+        raise
+    return job.finish(_gather(job, plans, workers), plans)
 
 
 def _prepare_in_store(
@@ -131,17 +99,17 @@ def _prepare_in_store(
     request: dict[str, object],
     workers: int,
     shard_tokens: int,
-    on_report: Callable[[Report], None] | None,
+    on_report: Callable[[steps.Report], None] | None,
 ) -> Manifest:
     """`prepare` on the disk of this machine, and the upload. Both resume; on another machine, the same command begins anew."""
-    begun = folder / REQUEST
+    begun = folder / steps.REQUEST
     if (folder / manifest_lib.FILE).exists():
-        return finished(config, folder, request)
+        return steps.finished(config, folder, request)
     resumes = begun.exists()
     if resumes:
-        check_same(folder, storage.read_json(begun), request)
+        steps.check_same(folder, storage.read_json(begun), request)
     elif folder.exists():
-        raise ValueError(f"The folder {str(folder)!r} contains other files. Use an empty or new folder.")
+        raise steps.other_files(folder)
     storage.write_whole(begun, json.dumps(request).encode())  # also shows that the bucket can be written
     wanted = hashlib.sha256(json.dumps([str(folder), request]).encode()).hexdigest()[:24]
     local = cache.folder() / "preparing" / wanted
@@ -160,19 +128,9 @@ def _prepare_in_store(
 def _check_folder(folder: pathlib.Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{str(folder)!r} is a file; prepared data needs a folder.")
-    ours = ("lock", REQUEST, manifest_lib.FILE)
+    ours = ("lock", steps.REQUEST, manifest_lib.FILE)
     if folder.exists() and any(folder.iterdir()) and not any((folder / name).exists() for name in ours):
-        raise ValueError(f"The folder {str(folder)!r} contains other files. Use an empty or new folder.")
-
-
-@contextlib.contextmanager
-def _locked(folder: pathlib.Path) -> Iterator[None]:
-    try:
-        lock = locks.take(folder / "lock")
-    except locks.HeldError as error:
-        raise ValueError(f"Another process is preparing data in {str(folder)!r} ({error.holder}).") from None
-    with lock:
-        yield
+        raise steps.other_files(folder)
 
 
 @contextlib.contextmanager
@@ -197,38 +155,19 @@ def _undone_if_bad(folder: pathlib.Path, new: list[pathlib.Path]) -> Iterator[No
         raise
 
 
-def _clean(folder: pathlib.Path) -> None:
-    """Remove files that are only needed to resume."""
-    shutil.rmtree(folder / "parts", ignore_errors=True)
-    for split in ("train", "validation"):
-        for path in folder.glob(f"{split}-*.json"):
-            path.unlink()
-    (folder / REQUEST).unlink(missing_ok=True)
-
-
 # Tokenizing
 
 
-def _tokenize(
-    config: DataConfig,
-    inputs: Inputs,
-    folder: pathlib.Path,
-    tokenizer: Tokenizer,
-    workers: int,
-    report: Callable[[Report], None],
-) -> list[list[TokenFile]]:
-    """The token files of the parts of every input."""
-    names = [[f"{i}-{number:06d}" for number in range(len(parts))] for i, parts in enumerate(inputs.parts)]
-    tasks = {names[i][number]: (i, number) for i, parts in enumerate(inputs.parts) for number in range(len(parts))}
-    parts = {name: inputs.parts[i][number] for name, (i, number) in tasks.items()}
+def _tokenize(job: steps.Preparation, workers: int) -> dict[str, TokenFile]:
+    """The token files of all parts, by name."""
+    parts = {name: job.inputs.parts[i][number] for name, (i, number) in job.parts.items()}
     sizes, files = (
         {name: part.size for name, part in parts.items()},
         {name: part.files for name, part in parts.items()},
     )
-    itemsize = token_dtype(tokenizer.vocab_size).itemsize
-    stage = _Stage("tokenizing", folder / "parts", sizes, files, itemsize, report)
-    stage.run(_encoder, (config, folder), tasks, workers)
-    return [[stage.finished[name] for name in each] for each in names]
+    stage = _Stage("tokenizing", job.folder / "parts", sizes, files, job.dtype.itemsize, job.report)
+    stage.run(_encoder, (job.config, job.folder), job.parts, workers)
+    return stage.finished
 
 
 def _encoder(config: DataConfig, folder: pathlib.Path) -> Callable[[tuple[int, int]], TokenFile]:
@@ -238,7 +177,7 @@ def _encoder(config: DataConfig, folder: pathlib.Path) -> Callable[[tuple[int, i
         number, part = task
         name, sized = f"{number}-{part:06d}", not tokenizer.is_exact
         with TokenWriter(folder / "parts", name, token_dtype(tokenizer.vocab_size), sized=sized) as writer:
-            encode_part(inputs.parts[number][part], tokenizer, separator_of(config), writer)
+            steps.encode_part(inputs.parts[number][part], tokenizer, steps.separator_of(config), writer)
         return _finish(folder / "parts", writer)
 
     return encode
@@ -253,22 +192,16 @@ def _finish(folder: pathlib.Path, writer: TokenWriter) -> TokenFile:
 # Shuffling
 
 
-def _gather(
-    folder: pathlib.Path,
-    plans: dict[Split, Gathered],
-    tokenizer: Tokenizer,
-    workers: int,
-    report: Callable[[Report], None],
-) -> dict[Split, tuple[TokenFile, ...]]:
-    names = {split: [f"{split}-{i:05d}" for i in range(plan.num_files)] for split, plan in plans.items()}
-    tasks = {name: (split, i) for split, each in names.items() for i, name in enumerate(each)}
+def _gather(job: steps.Preparation, plans: dict[Split, steps.Gathered], workers: int) -> dict[str, TokenFile]:
+    """The final files, by name."""
+    tasks = steps.final_files(plans)
     sizes = {name: len(plans[split].places(i)) for name, (split, i) in tasks.items()}
-    stage = _Stage("shuffling", folder, sizes, {}, token_dtype(tokenizer.vocab_size).itemsize, report)
-    stage.run(_gatherer, (folder, plans), tasks, workers)
-    return {split: tuple(stage.finished[name] for name in each) for split, each in names.items()}
+    stage = _Stage("shuffling", job.folder, sizes, {}, job.dtype.itemsize, job.report)
+    stage.run(_gatherer, (job.folder, plans), tasks, workers)
+    return stage.finished
 
 
-def _gatherer(folder: pathlib.Path, plans: dict[Split, Gathered]) -> Callable[[tuple[Split, int]], TokenFile]:
+def _gatherer(folder: pathlib.Path, plans: dict[Split, steps.Gathered]) -> Callable[[tuple[Split, int]], TokenFile]:
     tokenizer = load_tokenizer(folder / "tokenizer")
     dtype = token_dtype(tokenizer.vocab_size)
     read = {
@@ -308,11 +241,11 @@ class _Stage:
     """
 
     name: str
-    folder: pathlib.Path
+    folder: storage.AnyPath
     sizes: dict[str, int]
     inputs: dict[str, tuple[str, ...]]
     itemsize: int
-    report: Callable[[Report], None]
+    report: Callable[[steps.Report], None]
     finished: dict[str, TokenFile] = dataclasses.field(default_factory=dict)
 
     def run(
@@ -323,10 +256,7 @@ class _Stage:
         workers: int,
     ) -> None:
         """Run the unfinished tasks, largest first."""
-        for name in tasks:
-            path = self.folder / f"{name}.json"
-            if path.exists():
-                self.finished[name] = TokenFile(**storage.read_json(path))
+        self.finished |= steps.descriptions(self.folder, tasks)
         kept = sum(file.tokens for file in self.finished.values())
         waiting = {task: name for name, task in tasks.items() if name not in self.finished}
         order = sorted(waiting, key=lambda task: -self.sizes[waiting[task]])
@@ -338,7 +268,7 @@ class _Stage:
                 reported = time.monotonic()
                 self.report(self._progress(kept))
 
-    def _progress(self, kept: int) -> Report:
+    def _progress(self, kept: int) -> steps.Report:
         done, whole = (sum(self.sizes[name] for name in names) for names in (self.finished, self.sizes))
         begun = (self.folder / f"{name}.tokens" for name in self.sizes if name not in self.finished)
         tokens = sum(path.stat().st_size // self.itemsize for path in begun if path.exists())
@@ -346,6 +276,6 @@ class _Stage:
         fraction = done / max(whole, 1)
         files = {file for each in self.inputs.values() for file in each}
         if not files:
-            return Report(self.name, done, whole, "documents", fraction, tokens, kept)
+            return steps.Report(self.name, done, whole, "documents", fraction, tokens, kept)
         waiting = {file for name, each in self.inputs.items() if name not in self.finished for file in each}
-        return Report(self.name, len(files - waiting), len(files), "files", fraction, tokens, kept)
+        return steps.Report(self.name, len(files - waiting), len(files), "files", fraction, tokens, kept)

@@ -5,17 +5,24 @@ import dataclasses
 import importlib.metadata
 import itertools
 import json
+import pathlib
 import platform
-from collections.abc import Iterator
+import shutil
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import numpy as np
 
 from atlasjax import storage
 from atlasjax.data.config import DataConfig, Split
-from atlasjax.data.inputs import Inputs, Part, Selection, open_inputs
-from atlasjax.data.manifest import Manifest, read_manifest
+from atlasjax.data.documents import Selection
+from atlasjax.data.inputs import Inputs, Part, open_inputs
+from atlasjax.data.manifest import Manifest, read_manifest, write_manifest
 from atlasjax.data.pieces import encode_pieces
 from atlasjax.data.token_files import TokenFile, TokenWriter
 from atlasjax.data.tokenizers import TRAINING_CHARACTERS, Tokenizer, load_tokenizer, make_tokenizer
-from atlasjax.data.windows import ending, with_sizes
+from atlasjax.data.windows import ending, token_dtype, with_sizes
+from atlasjax.storage import lease, locks
 
 REQUEST = "prepare.json"
 # Fields that only matter when prepared data is read.
@@ -68,6 +75,128 @@ class Gathered:
         return self.selection.document(place)
 
 
+@dataclasses.dataclass(frozen=True)
+class Preparation:
+    """A preparation that has begun.
+
+    Attributes:
+      config: what is prepared.
+      folder: where to.
+      inputs: its documents.
+      tokenizer: saved in the folder.
+      request: `request_of` the config, and `shard_tokens`, the approximate number of tokens per final file.
+      report: is told the progress.
+    """
+
+    config: DataConfig
+    folder: storage.AnyPath
+    inputs: Inputs
+    tokenizer: Tokenizer
+    request: Mapping[str, object]
+    report: Callable[[Report], None]
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Dtype of the ids in the files."""
+        return token_dtype(self.tokenizer.vocab_size)
+
+    @property
+    def parts(self) -> dict[str, tuple[int, int]]:
+        """Name of each part's token file → the number of its input, and its own number in that."""
+        return {
+            f"{i}-{number:06d}": (i, number) for i, each in enumerate(self.inputs.parts) for number in range(len(each))
+        }
+
+    def plans(self, written: Mapping[str, TokenFile]) -> dict[Split, Gathered]:
+        """How the final files of each split are made from the token files of all parts. Raises ValueError if a split is empty."""
+        files = [
+            tuple(written[name] for name, (i, _) in self.parts.items() if i == n) for n in range(len(self.inputs.parts))
+        ]
+        return {split: _plan(self, split, chosen, files[chosen.input]) for split, chosen in self.inputs.splits.items()}
+
+    def finish(self, written: Mapping[str, TokenFile], plans: Mapping[Split, "Gathered"]) -> Manifest:
+        """Writes the manifest of the final files, and removes what was only needed to resume."""
+        names = final_files(plans)
+        splits = {split: tuple(written[name] for name, (of, _) in names.items() if of == split) for split in plans}
+        result = Manifest(
+            self.tokenizer.fingerprint, self.tokenizer.vocab_size, self.dtype.name, self.config.packing,
+            separator_of(self.config), splits, dict(self.request), _versions(), self.inputs.digest,
+        )  # fmt: skip
+        write_manifest(self.folder, result)
+        clean(self.folder)
+        return result
+
+
+def begin(
+    config: DataConfig,
+    folder: storage.AnyPath,
+    inputs: Inputs,
+    request: Mapping[str, object],
+    on_report: Callable[[Report], None] | None,
+) -> Preparation:
+    """Begins in a folder, which is held, or goes on with what is in it.
+
+    Raises:
+      ValueError: that is another preparation, or the source has changed since it began.
+    """
+    begun = folder / REQUEST
+    if begun.exists():
+        saved = storage.read_json(begun)
+        # A preparation that is uploaded when it is finished saves the request alone.
+        check_same(folder, saved.get("request", saved), request)
+        if not inputs.has_identity(saved.get("inputs", {})):
+            raise _changed(folder)
+    storage.write_whole(begun, json.dumps({"request": request, "inputs": inputs.identity}).encode())
+    tokenizer = _ready_tokenizer(config, inputs, folder)
+    (folder / "parts").mkdir(exist_ok=True)
+    return Preparation(config, folder, inputs, tokenizer, request, on_report or (lambda report: None))
+
+
+def final_files(plans: Mapping[Split, Gathered]) -> dict[str, tuple[Split, int]]:
+    """Name of each final file → its split, and its number in that."""
+    return {f"{split}-{i:05d}": (split, i) for split, plan in plans.items() for i in range(plan.num_files)}
+
+
+def descriptions(folder: storage.AnyPath, names: Iterable[str]) -> dict[str, TokenFile]:
+    """The finished files among these, by name."""
+    paths = {name: folder / f"{name}.json" for name in names}
+    return {name: TokenFile(**storage.read_json(path)) for name, path in paths.items() if path.exists()}
+
+
+@contextlib.contextmanager
+def held(folder: storage.AnyPath) -> Iterator[None]:
+    """Holds a folder against a second preparation. Stores other than gs:// have no lease."""
+    if isinstance(folder, storage.StorePath):
+        with lease.hold(folder, locks.owner()) if folder.scheme == "gs" else contextlib.nullcontext():
+            yield
+        return
+    try:
+        lock = locks.take(folder / "lock")
+    except locks.HeldError as error:
+        raise ValueError(f"Another process is preparing data in {str(folder)!r} ({error.holder}).") from None
+    with lock:
+        yield
+
+
+def clean(folder: storage.AnyPath) -> None:
+    """Removes what is only needed to resume."""
+    parts = folder / "parts"
+    if isinstance(parts, pathlib.Path):
+        shutil.rmtree(parts, ignore_errors=True)
+    else:
+        parts.rmtree()
+    for split in typing.get_args(Split):
+        for path in folder.glob(f"{split}-*.json"):
+            path.unlink()
+    with contextlib.suppress(FileNotFoundError):
+        (folder / REQUEST).unlink()
+
+
+def other_files(folder: storage.AnyPath) -> ValueError:
+    """The error for a folder in which no preparation has begun."""
+    return ValueError(f"The folder {str(folder)!r} contains other files. Use an empty or new folder.")
+
+
 def request_of(config: DataConfig) -> dict[str, object]:
     """The fields that determine the output. Raises ValueError if others are set, or the data is already prepared."""
     if config.source == "prepared":
@@ -83,7 +212,8 @@ def request_of(config: DataConfig) -> dict[str, object]:
     )
 
 
-def check_same(folder: storage.AnyPath, saved: dict[str, object], wanted: dict[str, object]) -> None:
+def check_same(folder: storage.AnyPath, saved: Mapping[str, object], wanted: Mapping[str, object]) -> None:
+    """Raises ValueError if the saved request of a folder is not the one that is wanted."""
     names = [name for name in {**saved, **wanted} if saved.get(name) != wanted.get(name)]
     if names:
         differences = "; ".join(f"{name} was {saved.get(name)!r} and is now {wanted.get(name)!r}" for name in names)
@@ -99,11 +229,11 @@ def finished(config: DataConfig, folder: storage.AnyPath, request: dict[str, obj
     if found.inputs is not None:
         with contextlib.suppress(FileNotFoundError):
             if not open_inputs(config).has_digest(found.inputs):
-                raise changed(folder)
+                raise _changed(folder)
     return found
 
 
-def changed(folder: storage.AnyPath) -> ValueError:
+def _changed(folder: storage.AnyPath) -> ValueError:
     return ValueError(
         f"The source has changed since preparation in {str(folder)!r} began. Delete that folder, or use another one."
     )
@@ -113,12 +243,12 @@ def separator_of(config: DataConfig) -> str:
     return config.separator if config.packing == "contiguous" else ""
 
 
-def versions() -> dict[str, str]:
+def _versions() -> dict[str, str]:
     names = ("atlasjax", "tokenizers", "sentencepiece", "numpy")
     return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in names}}
 
 
-def ready_tokenizer(config: DataConfig, inputs: Inputs, folder: storage.AnyPath) -> Tokenizer:
+def _ready_tokenizer(config: DataConfig, inputs: Inputs, folder: storage.AnyPath) -> Tokenizer:
     """Load the tokenizer saved by an earlier run, or make and save one."""
     if (folder / "tokenizer" / "tokenizer.json").exists():
         return load_tokenizer(folder / "tokenizer")
@@ -147,24 +277,26 @@ def encode_part(part: Part, tokenizer: Tokenizer, separator: str, writer: TokenW
         writer.end_document()
 
 
-def plan_split(
-    config: DataConfig, split: Split, selection: Selection, files: tuple[TokenFile, ...], shard_tokens: int
-) -> Gathered:
+def _plan(job: Preparation, split: Split, selection: Selection, files: tuple[TokenFile, ...]) -> Gathered:
     documents, tokens = sum(file.documents for file in files), sum(file.tokens for file in files)
     count = selection.count(documents)
     if not count or not tokens:
-        others = "all but " if selection.complement else ""
-        why = (
-            f"{others}every {selection.period}th of {documents} documents"
-            if selection.period
-            else f"{documents} documents"
-        )
-        if documents and not tokens:
-            raise ValueError(f"The {split} split is empty: it is {why}, and none of them has any text.")
-        raise ValueError(
-            f"The {split} split is empty: it is {why}, with {tokens} tokens in total. Use more text, another "
-            f"--data.validation-fraction (now {config.validation_fraction}) or separate validation data "
-            "(--data.validation-paths)."
-        )
+        raise _empty(job.config, split, selection, documents, tokens)
+    shard_tokens = typing.cast(int, job.request["shard_tokens"])
     num_files = min(count, -(-(tokens * count // documents) // shard_tokens) or 1)
-    return Gathered(files, selection, count, num_files, config.seed if config.shuffle and split == "train" else None)
+    seed = job.config.seed if job.config.shuffle and split == "train" else None
+    return Gathered(files, selection, count, num_files, seed)
+
+
+def _empty(config: DataConfig, split: Split, selection: Selection, documents: int, tokens: int) -> ValueError:
+    others = "all but " if selection.complement else ""
+    why = (
+        f"{others}every {selection.period}th of {documents} documents" if selection.period else f"{documents} documents"
+    )
+    if documents and not tokens:
+        return ValueError(f"The {split} split is empty: it is {why}, and none of them has any text.")
+    return ValueError(
+        f"The {split} split is empty: it is {why}, with {tokens} tokens in total. Use more text, another "
+        f"--data.validation-fraction (now {config.validation_fraction}) or separate validation data "
+        "(--data.validation-paths)."
+    )

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from atlasjax import check
 from atlasjax.data.config import DataConfig, HeldOut, Split
-from atlasjax.data.documents import Documents, EveryNth, TextDocuments
+from atlasjax.data.documents import Documents, EveryNth, TextDocuments, in_order
 from atlasjax.data.parquet import ParquetDocuments
 from atlasjax.data.text import jsonl_documents, text_documents
 from atlasjax.data.tfds import TfdsDocuments
@@ -62,7 +62,7 @@ def load_documents(config: DataConfig, split: Split) -> Documents:
     if config.separate_validation or not config.has_validation:
         return documents
     period = config.held_out_period
-    how = default_held_out(config, len(documents)) if config.held_out == "auto" else config.held_out
+    how = held_out(config, len(documents))
     if how == "documents":
         if len(documents) < period:
             cut = "--data.held-out tail, " if config.is_in_memory else ""
@@ -80,7 +80,7 @@ def load_documents(config: DataConfig, split: Split) -> Documents:
 def load_text(config: DataConfig, split: Split) -> str:
     """Return the text of a whole split, its documents joined by `config.separator`. Raises as `load_documents`."""
     documents = load_documents(config, split)
-    return config.separator.join(documents[i] for i in range(len(documents)))
+    return config.separator.join(in_order(documents))
 
 
 def open_documents(config: DataConfig, *, separate: bool) -> Documents:
@@ -137,7 +137,10 @@ def _own(config: DataConfig, split: Split) -> Documents:
     return _Sequence(config.source, texts)
 
 
-def default_held_out(config: DataConfig, num_documents: int) -> HeldOut:
+def held_out(config: DataConfig, num_documents: int) -> HeldOut:
+    """How validation text is held out; never "auto"."""
+    if config.held_out != "auto":
+        return config.held_out
     if config.source == "embedded" and config.packing == "contiguous":
         return "blocks"  # topics are sorted by name, so the tail would be a different kind of text
     if config.source == "text" and num_documents < 2 * config.held_out_period:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from atlasjax import storage
 from atlasjax.data.byte_pairs import BpeTokenizer, bpe_of, check_trainable
 from atlasjax.data.config import DataConfig
+from atlasjax.data.documents import in_order
 from atlasjax.data.manifest import read_manifest
 from atlasjax.data.sentence_pieces import SentencePieceTokenizer
 from atlasjax.data.sources import load_documents
@@ -87,8 +88,7 @@ def _new_tokenizer(config: DataConfig, texts: Iterable[str] | None) -> Tokenizer
         raise ValueError(f"tokenizer is {config.tokenizer!r}; it should be {what}.")
     if (size := _size_to_train(config)) is not None:
         if texts is None:
-            documents = load_documents(config, "train")
-            texts = map(documents.__getitem__, range(len(documents)))
+            texts = in_order(load_documents(config, "train"))
         return BpeTokenizer.train(_sample(texts), size)
     path = storage.fetched(argument)
     if not path.is_file():

@@ -200,8 +200,8 @@ def test_stopped_while_the_tokenizer_is_trained_or_the_manifest_written(sources,
     prepare(config, tmp_path / "whole")
     for module, name in (
         (preparation_steps, "make_tokenizer"),
-        (preparation, "write_manifest"),
-        (preparation, "_clean"),
+        (preparation_steps, "write_manifest"),
+        (preparation_steps, "clean"),
     ):
         with monkeypatch.context() as patch:
 
@@ -223,7 +223,7 @@ def test_killed_with_its_workers(tmp_path):
         (tmp_path / f"{i}.jsonl").write_text("".join(lines))
     config = DataConfig(source="jsonl", paths=(str(tmp_path),), tokenizer="bpe:400", packing="documents")
     killed = tmp_path / "killed"
-    command = [sys.executable, "-m", "atlasjax.cli", "prepare", "--workers", "2", "--out", str(killed)]
+    command = [sys.executable, "-m", "atlasjax", "prepare", "--workers", "2", "--out", str(killed)]
     command += ["--data.source", "jsonl", "--data.paths", str(tmp_path), "--data.tokenizer", "bpe:400"]
     command += ["--data.packing", "documents"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
@@ -323,7 +323,10 @@ def test_folders_that_hold_something_else(sources, tmp_path):
     prepare(config, tmp_path / "out")
     with pytest.raises(ValueError, match=r"another preparation: seed was 0 and is now 3"):
         prepare(dataclasses.replace(config, seed=3), tmp_path / "out")
-    with preparation._locked(tmp_path / "out"), pytest.raises(ValueError, match="Another process is preparing data in"):
+    with (
+        preparation_steps.held(tmp_path / "out"),
+        pytest.raises(ValueError, match="Another process is preparing data in"),
+    ):
         prepare(config, tmp_path / "out")
 
 
