@@ -11,7 +11,7 @@ import numpy as np
 
 from atlasjax import check
 from atlasjax.data.config import DataConfig, Split
-from atlasjax.data.documents import Documents
+from atlasjax.data.documents import Documents, in_order
 from atlasjax.data.mixture import Mixed, Order, whole_weights
 from atlasjax.data.packing import num_readers, packed_documents
 from atlasjax.data.prepared import identity as prepared_identity
@@ -192,152 +192,140 @@ def make_pipeline(
     if config.batch_size % process_count:
         raise ValueError(f"batch_size {config.batch_size} is not divisible by process_count {process_count}.")
     repeat = split == "train" if repeat is None else repeat
-    where = (process_index, process_count)
+    asked = _Asked(config, tokenizer, split, process_index, process_count, repeat)
     if config.source == "prepared":
-        return _prepared(config, tokenizer, split, where, repeat)
+        return _prepared(asked)
     documents = load_documents(config, split)
     if config.packing == "documents":
-        return _documents(config, tokenizer, split, documents, *where, repeat)
-    stream = token_stream(documents, tokenizer, config.separator, sized=_is_sized(tokenizer, repeat))
+        return _documents(asked, documents)
+    stream = token_stream(documents, tokenizer, config.separator, sized=asked.is_sized)
     ids = np.ascontiguousarray(np.atleast_2d(stream)[0])
-    identity = _identity(config, tokenizer, split, repeat, num_tokens=len(ids), tokens_crc32=zlib.crc32(ids.data))
-    return _contiguous(
-        config, split, [stream if stream.ndim == 1 else SizedTokens(stream)], None, identity, where, repeat
-    )
+    identity = asked.identity(num_tokens=len(ids), tokens_crc32=zlib.crc32(ids.data))
+    return _contiguous(asked, [stream if stream.ndim == 1 else SizedTokens(stream)], None, identity)
 
 
-def _is_sized(tokenizer: Tokenizer, repeat: bool) -> bool:
-    """Whether batches have the bytes of each target: only what is read once is measured in bits per byte."""
-    return not repeat and not tokenizer.is_exact
+@dataclasses.dataclass(frozen=True)
+class _Asked:
+    """What `make_pipeline` is asked for."""
+
+    config: DataConfig
+    tokenizer: Tokenizer
+    split: Split
+    process_index: int
+    process_count: int
+    repeat: bool
+
+    @property
+    def is_sized(self) -> bool:
+        """Whether batches have the bytes of each target: only what is read once is measured in bits per byte."""
+        return not self.repeat and not self.tokenizer.is_exact
+
+    @property
+    def seed(self) -> int | None:
+        """Seed of the shuffling. None keeps the order."""
+        return self.config.seed if self.config.shuffle and self.split == "train" else None
+
+    @property
+    def rows(self) -> slice:
+        """The rows of a global batch that this process has."""
+        local = self.config.batch_size // self.process_count
+        return slice(self.process_index * local, (self.process_index + 1) * local)
+
+    def identity(self, **more: object) -> dict[str, object]:
+        """The settings that a saved position must match."""
+        config = self.config
+        fields = ("source", "packing", "sequence_length", "batch_size")
+        return {
+            **{name: getattr(config, name) for name in fields},
+            **({"source_options": config.source_options} if config.has_own_source else {}),
+            "split": self.split,
+            "repeat": self.repeat,
+            "shuffle_seed": self.seed,
+            "vocab_size": self.tokenizer.vocab_size,
+            **more,
+        }
 
 
-def _identity(
-    config: DataConfig, tokenizer: Tokenizer, split: Split, repeat: bool, **more: object
-) -> dict[str, object]:
-    fields = ("source", "packing", "sequence_length", "batch_size")
-    own = {"source_options": config.source_options} if config.has_own_source else {}
-    return {
-        **{name: getattr(config, name) for name in fields},
-        **own,
-        "split": split,
-        "repeat": repeat,
-        "shuffle_seed": _shuffle_seed(config, split),
-        "vocab_size": tokenizer.vocab_size,
-        **more,
-    }
-
-
-def _shuffle_seed(config: DataConfig, split: Split) -> int | None:
-    return config.seed if config.shuffle and split == "train" else None
-
-
-def _prepared(config: DataConfig, tokenizer: Tokenizer, split: Split, where: tuple[int, int], repeat: bool) -> Pipeline:
-    joined, sets = open_prepared(config, tokenizer, split)
+def _prepared(asked: _Asked) -> Pipeline:
+    config = asked.config
+    joined, sets = open_prepared(config, asked.tokenizer, asked.split)
     own = {"max_segments": config.max_segments} if config.packing == "documents" else {}
     streams = [each.tokens for each in sets]
     # Evaluation reads everything once, regardless of the weights.
-    weights = config.weights if config.weights and repeat else None
-    identity = _identity(config, tokenizer, split, repeat, **prepared_identity(config, sets), **own)
+    weights = config.weights if config.weights and asked.repeat else None
+    identity = asked.identity(**prepared_identity(config, sets), **own)
     if config.packing == "contiguous":
         whole = None if weights is None else whole_weights(weights)
-        return _contiguous(config, split, streams if weights else [joined], whole, identity, where, repeat)
+        return _contiguous(asked, streams if weights else [joined], whole, identity)
     counts = [stream.num_documents for stream in streams]
     if weights is not None:  # from weights of tokens to weights of documents, by the mean length in each set
         weights = whole_weights(
             [weight * count / len(stream) for weight, count, stream in zip(weights, counts, streams)]
         )
-    index, count = where
-    local, seed = config.batch_size // count, _shuffle_seed(config, split)
     dataset: grain.IterDataset = TokenRows(
-        PreparedDocuments(joined, Order(counts, weights, seed, repeat=repeat)),
+        PreparedDocuments(joined, Order(counts, weights, asked.seed, repeat=asked.repeat)),
         sequence_length=config.sequence_length,
         max_segments=config.max_segments,
         batch_size=config.batch_size,
-        rows=slice(index * local, (index + 1) * local),
-        seed=seed,
+        rows=asked.rows,
+        seed=asked.seed,
         sized=joined.is_sized,
     )
     if config.num_threads:
         dataset = grain.experimental.ThreadPrefetchIterDataset(dataset, prefetch_buffer_size=2)
-    return Pipeline(split, config.max_segments, len(joined), None, dataset, identity)
+    return Pipeline(asked.split, config.max_segments, len(joined), None, dataset, identity)
 
 
 def _contiguous(
-    config: DataConfig,
-    split: Split,
-    streams: Sequence[TokenStream],
-    weights: Sequence[int] | None,
-    identity: dict[str, object],
-    where: tuple[int, int],
-    repeat: bool,
+    asked: _Asked, streams: Sequence[TokenStream], weights: Sequence[int] | None, identity: dict[str, object]
 ) -> Pipeline:
-    needed = config.sequence_length + 1
+    config = asked.config
     for tokens in streams:
-        if len(tokens) < needed:
-            is_cut = not config.separate_validation and config.source != "prepared"
-            fraction = f", another validation_fraction (now {config.validation_fraction})" if is_cut else ""
-            raise TextTooShortError(
-                f"The {split} {'split' if is_cut else 'text'} is too short for one sequence: it has {len(tokens)} tokens, and "
-                f"sequence_length {config.sequence_length} needs {needed}. Use more text{fraction}, or train with a shorter "
-                "sequence_length."
-            )
-    multiple = 1 if repeat else config.batch_size
+        if len(tokens) <= config.sequence_length:
+            raise _too_short(config, asked.split, len(tokens))
+    # Evaluation ends with a whole batch; its last windows may have no weight.
+    multiple = 1 if asked.repeat else config.batch_size
     windows = [Windows(tokens, config.sequence_length, multiple) for tokens in streams]
     datasets = [grain.MapDataset.source(each) for each in windows]
-    seed = _shuffle_seed(config, split)
-    if seed is not None:
-        datasets = [dataset.shuffle(seed=seed) for dataset in datasets]
+    if asked.seed is not None:
+        datasets = [dataset.shuffle(seed=asked.seed) for dataset in datasets]
     dataset = datasets[0] if weights is None else Mixed(datasets, weights, _FOREVER)
-    if repeat and weights is None:
+    if asked.repeat and weights is None:
         dataset = dataset.repeat(_FOREVER // len(dataset))
-    process_index, process_count = where
     # The slices of a global batch are adjacent, so a process takes every process_count-th of them.
-    dataset = dataset.batch(config.batch_size // process_count)[process_index::process_count]
+    dataset = dataset.batch(config.batch_size // asked.process_count)[asked.process_index :: asked.process_count]
     read = grain.ReadOptions(num_threads=config.num_threads, prefetch_buffer_size=2 * config.num_threads)
-    return Pipeline(
-        split=split,
-        max_segments=None,
-        num_tokens=sum(map(len, streams)),
-        batches_per_epoch=-(-len(windows[0]) // config.batch_size) if weights is None else None,
-        dataset=dataset.to_iter_dataset(read),
-        identity=identity,
+    per_epoch = -(-len(windows[0]) // config.batch_size) if weights is None else None
+    return Pipeline(asked.split, None, sum(map(len, streams)), per_epoch, dataset.to_iter_dataset(read), identity)
+
+
+def _too_short(config: DataConfig, split: Split, num_tokens: int) -> TextTooShortError:
+    is_cut = not config.separate_validation and config.source != "prepared"
+    fraction = f", another validation_fraction (now {config.validation_fraction})" if is_cut else ""
+    return TextTooShortError(
+        f"The {split} {'split' if is_cut else 'text'} is too short for one sequence: it has {num_tokens} tokens, and "
+        f"sequence_length {config.sequence_length} needs {config.sequence_length + 1}. Use more text{fraction}, or train with a "
+        "shorter sequence_length."
     )
 
 
-def _documents(
-    config: DataConfig,
-    tokenizer: Tokenizer,
-    split: Split,
-    documents: Documents,
-    process_index: int,
-    process_count: int,
-    repeat: bool,
-) -> Pipeline:
-    identity = _identity(
-        config, tokenizer, split, repeat, num_documents=len(documents), max_segments=config.max_segments
-    )
-    if repeat:
+def _documents(asked: _Asked, documents: Documents) -> Pipeline:
+    config = asked.config
+    identity = asked.identity(num_documents=len(documents), max_segments=config.max_segments)
+    if asked.repeat:
         identity["readers"] = num_readers(documents, config.batch_size)
-    if not any(documents[i] for i in range(len(documents))):  # stops at the first non-empty document
-        raise ValueError(f"All {len(documents)} documents of the {split} split are empty.")
-    local = config.batch_size // process_count
+    if not any(in_order(documents)):  # stops at the first non-empty document
+        raise ValueError(f"All {len(documents)} documents of the {asked.split} split are empty.")
     dataset = packed_documents(
         documents,
-        tokenizer,
+        asked.tokenizer,
         sequence_length=config.sequence_length,
         max_segments=config.max_segments,
         batch_size=config.batch_size,
-        rows=slice(process_index * local, (process_index + 1) * local),
-        shuffle_seed=_shuffle_seed(config, split),
-        repeat=repeat,
+        rows=asked.rows,
+        shuffle_seed=asked.seed,
+        repeat=asked.repeat,
         num_threads=config.num_threads,
-        sized=_is_sized(tokenizer, repeat),
+        sized=asked.is_sized,
     )
-    return Pipeline(
-        split=split,
-        max_segments=config.max_segments,
-        num_tokens=None,
-        batches_per_epoch=None,
-        dataset=dataset,
-        identity=identity,
-    )
+    return Pipeline(asked.split, config.max_segments, None, None, dataset, identity)
