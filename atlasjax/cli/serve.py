@@ -8,8 +8,12 @@ from atlasjax.cli.options.serve import TOKEN, ServeCommand, checked
 from atlasjax.generate import ContextFiles
 from atlasjax.interop.text_ends import text_ends
 from atlasjax.serve import Batcher, Worker
+from atlasjax.serve.app import Access, Service
 from atlasjax.serve.chat import Chat, chat_of
+from atlasjax.serve.connections import make_room
+from atlasjax.serve.loading import answering
 from atlasjax.serve.memories import Lease, Memories
+from atlasjax.serve.server import Address, Server, listen
 from atlasjax.train.errors import ConfigError, user_errors
 from atlasjax.train.load import load_run
 
@@ -17,11 +21,6 @@ from atlasjax.train.load import load_run
 def run(command: ServeCommand) -> None:
     """Runs the command. `atlasjax.cli.main` turns its errors into exit codes."""
     token, folder = checked(command)
-    from atlasjax.serve.app import Access, Service
-    from atlasjax.serve.connections import make_room
-    from atlasjax.serve.loading import answering
-    from atlasjax.serve.server import Address, Server, listen
-
     address = Address(command.host, command.port)
     if token is None and not address.is_local:
         raise ConfigError(
@@ -32,7 +31,8 @@ def run(command: ServeCommand) -> None:
         lease = Lease.of(folder) if folder.is_dir() else None  # before a model is loaded for nothing
     opened, address = listen(address)
     hosts = frozenset({"localhost", "127.0.0.1", "::1", command.host}) if address.is_local else None
-    with answering(opened, address.url, Access(token, hosts), command.limits) as report:
+    access = Access(token, hosts)
+    with answering(opened, address.url, access, command.limits) as report:
         loaded = load_run(command.run_dir, command.step, ema=command.ema, decodes=True)
         for step, reason in loaded.skipped:
             print(f"atlasjax: the checkpoint of step {step} is unusable: {reason}", file=sys.stderr)
@@ -47,7 +47,7 @@ def run(command: ServeCommand) -> None:
         del lease  # the memories have it
         batcher.warm_up(report)
     name = command.name or pathlib.Path(command.run_dir).absolute().name
-    service = Service(Worker(batcher), loaded.tokenizer, name, chat, memories, command.limits, token, hosts)
+    service = Service(Worker(batcher), loaded.tokenizer, name, chat, memories, command.limits, access)
     said = f"serving {name} at {address.url}/v1: {command.batch.slots} texts at a time, {num_bytes:,} bytes each"
     Server(service, grace_seconds=command.grace_seconds, ready=lambda: print(said, flush=True)).run([opened])
 

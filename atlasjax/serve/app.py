@@ -54,7 +54,7 @@ class Access:
 
 @dataclasses.dataclass(frozen=True)
 class Service:
-    """What is served.
+    """A model that is served, with all that its endpoints need.
 
     Attributes:
       worker: serves the requests.
@@ -63,7 +63,7 @@ class Service:
       chat: the form of conversations.
       memories: those of the conversations.
       limits: of a request.
-      token, hosts: as in `Access`.
+      access: who may use it.
     """
 
     worker: batching.Worker
@@ -72,13 +72,7 @@ class Service:
     chat: Chat
     memories: Memories
     limits: Limits = Limits()
-    token: str | None = None
-    hosts: frozenset[str] | None = None
-
-    @property
-    def access(self) -> Access:
-        """Who may use it."""
-        return Access(self.token, self.hosts)
+    access: Access = Access()
 
 
 class _GoneError(Exception):
@@ -87,52 +81,7 @@ class _GoneError(Exception):
 
 def make_app(service: Service) -> Starlette:
     """The ASGI application."""
-
-    @contextlib.asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        async def sweep() -> None:
-            while True:
-                await asyncio.sleep(_SWEEP_SECONDS)
-                with contextlib.suppress(OSError):  # who uses a memory is told
-                    await asyncio.to_thread(service.memories.sweep)
-
-        task = asyncio.create_task(sweep())
-        yield
-        task.cancel()
-
-    created = int(time.time())
-    model = {"id": service.name, "object": "model", "created": created, "owned_by": "atlasjax"}
-
-    async def health(request: Request) -> JSONResponse:
-        batcher, error = service.worker.batcher, service.worker.error
-        said = {
-            "status": "ok" if error is None else "failed",
-            "active": batcher.num_active,
-            "waiting": batcher.num_waiting,
-        }
-        return JSONResponse(said, 200 if error is None else 503)
-
-    async def models(request: Request) -> JSONResponse:
-        return JSONResponse({"object": "list", "data": [model]})
-
-    async def one_model(request: Request) -> JSONResponse:
-        if request.path_params["name"] != service.name:
-            raise RequestError(404, f"this server has {service.name!r} only.", param="model", code="model_not_found")
-        return JSONResponse(model)
-
-    async def memories(request: Request) -> JSONResponse:
-        with _memory_errors():
-            entries = await asyncio.to_thread(service.memories.entries)
-        data = [{"id": x.name, "object": "memory", "bytes": x.num_bytes, "last_used": int(x.used)} for x in entries]
-        return JSONResponse({"object": "list", "data": data})
-
-    async def delete_memory(request: Request) -> JSONResponse:
-        name = request.path_params["name"]
-        with _memory_errors():
-            found = await asyncio.to_thread(service.memories.delete, name)
-        if not found:
-            raise RequestError(404, f"there is no memory {name!r}.", code="memory_not_found")
-        return JSONResponse({"id": name, "object": "memory", "deleted": True})
+    pages = _Pages(service)
 
     def route(path: str, function: Callable[[Request], Awaitable[JSONResponse]], *methods: str) -> Route:
         async def guarded(request: Request) -> JSONResponse:
@@ -142,15 +91,68 @@ def make_app(service: Service) -> Starlette:
         return Route(path, guarded, methods=methods or ("GET",))
 
     routes = [
-        route("/health", health),
-        route("/v1/models", models),
-        route("/v1/models/{name:path}", one_model),
-        route("/v1/memories", memories),
-        route("/v1/memories/{name}", delete_memory, "DELETE"),
+        route("/health", pages.health),
+        route("/v1/models", pages.models),
+        route("/v1/models/{name:path}", pages.one_model),
+        route("/v1/memories", pages.memories),
+        route("/v1/memories/{name}", pages.delete_memory, "DELETE"),
         Route("/v1/completions", _Generation(service, chat=False), methods=["POST"]),
         Route("/v1/chat/completions", _Generation(service, chat=True), methods=["POST"]),
     ]
-    return Starlette(routes=routes, lifespan=lifespan, exception_handlers=error_handlers())
+    return Starlette(routes=routes, lifespan=pages.lifespan, exception_handlers=error_handlers())
+
+
+class _Pages:
+    """The endpoints that generate nothing, and what goes on beside all of them."""
+
+    def __init__(self, service: Service):
+        self._service = service
+        created = int(time.time())
+        self._model = {"id": service.name, "object": "model", "created": created, "owned_by": "atlasjax"}
+
+    @contextlib.asynccontextmanager
+    async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        async def sweep() -> None:
+            while True:
+                await asyncio.sleep(_SWEEP_SECONDS)
+                with contextlib.suppress(OSError):  # who uses a memory is told
+                    await asyncio.to_thread(self._service.memories.sweep)
+
+        task = asyncio.create_task(sweep())
+        yield
+        task.cancel()
+
+    async def health(self, request: Request) -> JSONResponse:
+        batcher, error = self._service.worker.batcher, self._service.worker.error
+        said = {
+            "status": "ok" if error is None else "failed",
+            "active": batcher.num_active,
+            "waiting": batcher.num_waiting,
+        }
+        return JSONResponse(said, 200 if error is None else 503)
+
+    async def models(self, request: Request) -> JSONResponse:
+        return JSONResponse({"object": "list", "data": [self._model]})
+
+    async def one_model(self, request: Request) -> JSONResponse:
+        name = self._service.name
+        if request.path_params["name"] != name:
+            raise RequestError(404, f"this server has {name!r} only.", param="model", code="model_not_found")
+        return JSONResponse(self._model)
+
+    async def memories(self, request: Request) -> JSONResponse:
+        with _memory_errors():
+            entries = await asyncio.to_thread(self._service.memories.entries)
+        data = [{"id": x.name, "object": "memory", "bytes": x.num_bytes, "last_used": int(x.used)} for x in entries]
+        return JSONResponse({"object": "list", "data": data})
+
+    async def delete_memory(self, request: Request) -> JSONResponse:
+        name = request.path_params["name"]
+        with _memory_errors():
+            found = await asyncio.to_thread(self._service.memories.delete, name)
+        if not found:
+            raise RequestError(404, f"there is no memory {name!r}.", code="memory_not_found")
+        return JSONResponse({"id": name, "object": "memory", "deleted": True})
 
 
 def error_handlers() -> dict[Any, Callable[[Request, Exception], Awaitable[JSONResponse]]]:
@@ -316,7 +318,7 @@ class _Generation:
         return event
 
     async def _context(self, parsed: Parsed) -> Context | None:
-        """What the text goes on from."""
+        """The context that the text goes on from."""
         memories = self._service.memories
         if parsed.memory_from is not None:
             with _memory_errors("memory_from"):
@@ -331,7 +333,7 @@ class _Generation:
             return await asyncio.to_thread(memories.load, parsed.memory)
 
     def _tokens(self, parsed: Parsed, context: Context | None) -> tuple[np.ndarray, tuple[str, ...]]:
-        """The tokens of the text, and what of the request has no effect."""
+        """The tokens of the text, and the fields of the request that have no effect."""
         service, prompt = self._service, parsed.prompt
         if self._chat:
             note = "" if context is None else context.note
@@ -358,7 +360,7 @@ class _Generation:
 
 
 def _note(tokens: Sequence[int], end_tokens: Collection[int]) -> str:
-    """What a memory that ends with an answer is marked with: that, and the token that ended the answer, if one did."""
+    """The note of a memory that ends with an answer, with the token that ended the answer, if one did."""
     return f"{_ANSWER} {tokens[-1]}" if tokens and tokens[-1] in end_tokens else _ANSWER
 
 

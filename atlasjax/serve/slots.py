@@ -19,7 +19,7 @@ from atlasjax.nn import LanguageModel
 
 
 class SlotState(NamedTuple):
-    """What the slots hold.
+    """The content of the slots.
 
     Attributes:
       logits: those of each slot's next token, float32 [slots, vocabulary].
@@ -59,6 +59,9 @@ class Slots:
       max_length: number of tokens for which a slot has room. It matters only if a mixer keeps every token.
       vocab_size: tokens of the tokenizer; others are never sampled.
 
+    Attributes:
+      no_text: the context before the first token.
+
     Raises:
       ValueError: the texts of all slots do not fit in memory.
     """
@@ -81,18 +84,13 @@ class Slots:
         cache, logits = jax.device_put(
             (model.init_cache(1, max_length), jnp.zeros((1, width), jnp.float32)), self._where
         )
-        self._no_text = Context(cache, logits, np.zeros((1, width), bool), np.zeros(1, np.int32), max_length)
+        self.no_text = Context(cache, logits, np.zeros((1, width), bool), np.zeros(1, np.int32), max_length)
         state = SlotState(
             jnp.zeros((number, width), jnp.float32),
             model.init_cache(number, max_length),
             jnp.zeros((number, width), bool),
         )
         self._state = jax.device_put(state, self._where)
-
-    @property
-    def no_text(self) -> Context:
-        """The context before the first token."""
-        return self._no_text
 
     def fitted(self, context: Context) -> Context:
         """A context with the room of a slot.
@@ -155,7 +153,7 @@ class Slots:
         return tokens
 
     def _placed(self, results: PyTree) -> PyTree:
-        """What a program returned, as the texts lie. XLA chooses where there are several devices."""
+        """The results of a program, placed as the texts are. With several devices XLA would choose another place."""
         return jax.device_put(results, self._where) if isinstance(self._where, NamedSharding) else results
 
 

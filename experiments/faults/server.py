@@ -104,7 +104,9 @@ def _serving(model: LanguageModel, folder: pathlib.Path) -> Iterator[int]:
     memories = Memories(ContextFiles(model), folder)
     limits = Limits(max_tokens=16, seconds=30, body_bytes=20_000)
     hosts = frozenset({"127.0.0.1"})
-    service = app.Service(Worker(batcher), ByteTokenizer(), "tiny", PlainChat(), memories, limits, _TOKEN, hosts)
+    service = app.Service(
+        Worker(batcher), ByteTokenizer(), "tiny", PlainChat(), memories, limits, app.Access(_TOKEN, hosts)
+    )
     opened, address = server.listen(server.Address("127.0.0.1", 0))
     ready = threading.Event()
     running = server.Server(service, grace_seconds=1.0, ready=ready.set)

@@ -63,7 +63,9 @@ def serving(folder: pathlib.Path, config=SIZES, chat=PlainChat(), end_tokens=(),
     batcher = Batcher(model(), Ascii(), config, end_tokens=end_tokens)
     memories = Memories(ContextFiles(model()), folder)
     limits = Limits(**{"max_tokens": 2000, "body_bytes": 4000} | limits)
-    service = app.Service(Worker(batcher), Ascii(), "tiny", chat, memories, limits, TOKEN, frozenset({"127.0.0.1"}))
+    service = app.Service(
+        Worker(batcher), Ascii(), "tiny", chat, memories, limits, app.Access(TOKEN, frozenset({"127.0.0.1"}))
+    )
     opened, address = web.listen(web.Address("127.0.0.1", 0))
     ready = threading.Event()
     server = web.Server(service, grace_seconds=grace_seconds, ready=ready.set)
