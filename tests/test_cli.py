@@ -244,7 +244,7 @@ def test_the_printed_command_goes_on(trained, monkeypatch):
 def test_a_full_disk(trained):
     """The files of the process may not grow past 16 KiB, which only the new checkpoint would."""
     folder, _ = trained
-    command = [sys.executable, "-m", "atlasjax.cli", *train_arguments(folder, 6)]
+    command = [sys.executable, "-m", "atlasjax", *train_arguments(folder, 6)]
     limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (16384, 16384))
     before = sorted(path.name for path in (folder / "run/checkpoints").iterdir())
     done = subprocess.run(command, preexec_fn=limit, capture_output=True, text=True, timeout=240, check=False)
@@ -259,7 +259,7 @@ def test_a_full_disk(trained):
 @pytest.mark.parametrize("arguments", some_slow(["", "info"], ["info"]))
 def test_a_pipe_that_ends_early(arguments):
     """`atlasjax info | head -1`: no traceback, and not the exit code of a success. (Rich, which prints tables, exits with 1.)"""
-    command = f"{sys.executable} -u -m atlasjax.cli {arguments}; echo code $? >&2"
+    command = f"{sys.executable} -u -m atlasjax {arguments}; echo code $? >&2"
     done = subprocess.run(
         ["bash", "-c", f"({command}) | true"], capture_output=True, text=True, timeout=120, check=False
     )

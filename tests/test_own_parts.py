@@ -28,7 +28,7 @@ SMALL = {"dim": 16, "num_layers": 2, "num_heads": 2, "dtype": "float32", "conv_w
 
 def run(folder, *arguments):
     """The command in a child process that finds the user's file on PYTHONPATH."""
-    command = [sys.executable, "-m", "atlasjax.cli", *arguments]
+    command = [sys.executable, "-m", "atlasjax", *arguments]
     return subprocess.run(
         command, capture_output=True, text=True, timeout=600, check=False, cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT)},

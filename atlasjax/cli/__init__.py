@@ -10,8 +10,10 @@ import threading
 from collections.abc import Callable, Sequence
 from types import FrameType
 
+import atlasjax
 from atlasjax import trusted
 from atlasjax.names import lookup
+from atlasjax.train.errors import ConfigError, Interrupted, ProcessDiedError, RunError
 
 # Each command has two modules: its options, and what it does, which is slow to import.
 COMMANDS = {
@@ -94,10 +96,9 @@ def _interrupt_on(number: signal.Signals) -> Callable[[int, FrameType | None], o
 
 def _sent_again(hook: Callable[["sys.UnraisableHookArgs"], object], lost: "sys.UnraisableHookArgs") -> None:
     """Sends a signal again whose exception Python has dropped: it came in a callback, such as jax's of garbage collection."""
-    errors = sys.modules.get("atlasjax.train.errors")
     if isinstance(lost.exc_value, KeyboardInterrupt):
         number = next(iter(lost.exc_value.args), signal.SIGINT)
-    elif errors is not None and isinstance(lost.exc_value, errors.Interrupted):
+    elif isinstance(lost.exc_value, Interrupted):
         number = lost.exc_value.signal
     else:
         hook(lost)
@@ -123,9 +124,7 @@ def _command(arguments: list[str]) -> int:
         print(_help())
         return 0
     if arguments[0] == "--version":
-        from atlasjax import __version__
-
-        print(f"atlasjax {__version__}")
+        print(f"atlasjax {atlasjax.__version__}")
         return 0
     try:
         lookup("command", arguments[0], COMMANDS)
@@ -137,8 +136,6 @@ def _command(arguments: list[str]) -> int:
 def _run(command: str, arguments: list[str]) -> int:
     name = _MODULES.get(command, command)
     options = importlib.import_module(f"atlasjax.cli.options.{name}")
-    from atlasjax.train.errors import ConfigError, Interrupted, ProcessDiedError, RunError
-
     try:
         request = options.read(arguments)
         importlib.import_module(f"atlasjax.cli.{name}").run(request)

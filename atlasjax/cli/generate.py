@@ -59,7 +59,7 @@ def run(command: GenerateCommand) -> None:
 
 
 def _size_line(config: ModelConfig, context: Context) -> str:
-    """What a context takes, beside attention of the same shape."""
+    """The size of a context, and the size of attention of the same shape."""
     count = int(context.num_tokens.max())
     per_token = config.num_layers * config.num_heads * (config.resolved_head_dim + config.value_dim)
     attention = count * per_token * np.dtype(config.dtype).itemsize

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 
+from atlasjax import table1
 from atlasjax.cli.options.info import InfoCommand
 from atlasjax.nn import ModelConfig
 from atlasjax.nn.mixers import memory_calls
@@ -21,8 +22,6 @@ def run(command: InfoCommand) -> None:
         print(f"\nEach with -{', -'.join(SIZES)}, e.g. atlas-tiny.")
         return
     if command.rules:
-        from atlasjax import table1
-
         print(table1.page(), end="")
         return
     try:

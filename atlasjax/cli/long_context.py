@@ -35,7 +35,7 @@ def is_long_context(name: str) -> bool:
 def checked(names: Sequence[str], options: LongContextOptions) -> tuple[dict[str, Task], Plan]:
     """Tasks by name, and what they are asked. Raises ConfigError for an unknown name or a number out of range."""
     with user_errors():
-        return {name: find(name) for name in names}, options.plan()
+        return {name: find(name) for name in names}, Plan(*options.numbers(), options.samples, options.seed)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,6 +5,7 @@ import dataclasses
 import datetime
 import difflib
 import hashlib
+import importlib
 import importlib.util
 import json
 import pathlib
@@ -90,8 +91,6 @@ def load_tasks(options: TaskOptions, *, stream: bool) -> LoadedTasks:
 
 def _checked(name: str, task: Any) -> dict[str, dict[str, Any]]:
     """The arguments of a task for generation, by its name, if it generates. Raises ConfigError if something is not served."""
-    from atlasjax.evaluate.harness import generation
-
     for trait, what in (
         ("MULTIMODAL", "asks about images or sound"),
         ("UNSAFE_CODE", "runs code that the model writes"),
@@ -102,7 +101,7 @@ def _checked(name: str, task: Any) -> dict[str, dict[str, Any]]:
         return {}
     options = dict(task.config.generation_kwargs or {})
     with _naming(name):
-        generation(options)
+        _harness().generation(options)
     return {name: options}
 
 
@@ -164,6 +163,11 @@ def chat_template(run_dir: str) -> TemplateChat:
     return chat
 
 
+def _harness() -> Any:
+    """The module around lm-eval. It is imported here, because it cannot be where lm-eval is not installed."""
+    return importlib.import_module("atlasjax.evaluate.harness")
+
+
 def _is_file(name: str) -> bool:
     return name.endswith((".yaml", ".yml"))
 
@@ -181,9 +185,7 @@ def _model(
     run_dir: str, folder: storage.AnyPath, loaded: LoadedRun, options: TaskOptions, stream: bool, ema: bool,
     chat: TemplateChat | None,
 ) -> tuple[KeptResults, "HarnessModel"]:  # fmt: skip
-    """What lm-eval asks, and the results of an interrupted command that have the same model, tokenizer and settings."""
-    from atlasjax.evaluate.harness import HarnessModel
-
+    """The model that lm-eval asks, and the results of an interrupted command that have the same model, tokenizer and settings."""
     config, tokenizer = loaded.config, loaded.tokenizer
     if chat is not None:
         chat.check(tokenizer)
@@ -196,7 +198,7 @@ def _model(
     }  # fmt: skip
     digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:12]
     kept = KeptResults(folder / f"lm_eval_unfinished_{digest}.jsonl")
-    model = HarnessModel(
+    model = _harness().HarnessModel(
         loaded.model, tokenizer, prefix_token=prefix, begins_text=prefix in (ends.begin, *ends.ends), end_tokens=ends.ends,
         window=window, batch_size=options.batch_size, chat=None if chat is None else chat.rendered, kept=kept,
         about={"model_num_parameters": count_parameters(config.model), "model_dtype": config.model.dtype},

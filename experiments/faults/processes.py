@@ -61,7 +61,7 @@ def _started(folder: pathlib.Path, name: str) -> list[subprocess.Popen[str]]:
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=1"
     return [
         subprocess.Popen(
-            [sys.executable, "-m", "atlasjax.cli", *options, str(index)],
+            [sys.executable, "-m", "atlasjax", *options, str(index)],
             env={**os.environ, "XLA_FLAGS": flags},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

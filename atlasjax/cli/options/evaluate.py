@@ -3,7 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import tyro
 
@@ -13,9 +13,6 @@ from atlasjax.data.files import check_there
 from atlasjax.data.text import Errors
 from atlasjax.train.errors import ConfigError, user_errors
 from atlasjax.train.saving.runs import checkpoint_folder
-
-if TYPE_CHECKING:
-    from atlasjax.evaluate.long_context import Plan
 
 _MOST_SAMPLES = 100_000  # all prompts are made before the first is read
 _UNITS = {"": 1, "k": 1024, "m": 1024**2}
@@ -68,10 +65,8 @@ class LongContextOptions:
     seed: int = 0
     """Seed of the first prompt. The next ones have the numbers after it."""
 
-    def plan(self) -> "Plan":
-        """What is asked. Raises ConfigError for a number out of range."""
-        from atlasjax.evaluate.long_context import Plan
-
+    def numbers(self) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        """The lengths in tokens and the depths in [0, 1], each once. Raises ConfigError for a number out of range."""
         for name, least, most in (("samples", 1, _MOST_SAMPLES), ("seed", 0, 2**32 - 1)):
             if not least <= getattr(self, name) <= most:
                 what = f"at least {least}" if getattr(self, name) < least else f"at most {most:,}"
@@ -83,7 +78,7 @@ class LongContextOptions:
             if not 0 <= depth <= 100:
                 raise ConfigError(f"depths has {depth:g}; it should be in [0, 100].")
         depths = dict.fromkeys(depth / 100 for depth in self.depths)
-        return Plan(tuple(dict.fromkeys(map(_length, self.lengths))), tuple(depths), self.samples, self.seed)
+        return tuple(dict.fromkeys(map(_length, self.lengths))), tuple(depths)
 
 
 def _length(text: str) -> int:
@@ -110,7 +105,7 @@ class EvaluateCommand:
     encoding: Annotated[str | None, tyro.conf.arg(name="data.encoding")] = None
     """Encoding of --text, such as latin-1. None: the run's."""
     errors: Annotated[Errors | None, tyro.conf.arg(name="data.errors")] = None
-    """What to do with bytes of --text that are invalid in it: strict is an error. None: as the run."""
+    """How to treat bytes of --text that are invalid in it: strict is an error. None: as the run."""
     max_batches: int | None = None
     """Maximum number of batches. None: the whole text."""
     stream: bool = False

@@ -60,7 +60,7 @@ class Request(NamedTuple):
     own_vocabulary: bool
 
 
-# What people set, in the order of the help. docs/training.md has the others.
+# Options that people set, in the order of the help. docs/training.md has the others.
 SHOWN = {
     "preset": "model and defaults of all other options, <architecture>-<size> (`atlasjax info --names`)",
     "config": "options from a file: .toml, .json, or the folder of a run; options typed here win",
