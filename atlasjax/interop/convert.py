@@ -42,13 +42,13 @@ COPIED = (
 )  # fmt: skip
 """Files beside the tensors that are kept with a run and exported unchanged; so are `tokenizer_files.named_templates`."""
 _WANTED = ("*.json", "*.safetensors", checksums.FILE, "*.model", "*.jinja", "merges.txt")  # of a repository
-# What lies in its folders belongs to other models or programs; chat templates may be there.
+# Files in its folders belong to other models or programs; chat templates may be there.
 _NOT_WANTED = ("*/*.json", "*/*.safetensors", "*/*.model", "*/merges.txt", "consolidated*")
 
 
 @dataclasses.dataclass(frozen=True)
 class Converted:
-    """What was imported or exported.
+    """The result of an import or an export.
 
     Attributes:
       family: name of the family; "atlasjax" for the plain form.
@@ -141,16 +141,20 @@ def import_weights(
             text.save(partial / "tokenizer")
             if definition is not None and definition.parent != source:
                 tokenizer_files.copy(definition.parent, partial / "tokenizer", NAMING)
-            write_whole(partial / "config.json", (json.dumps(to_dict(config), indent=2) + "\n").encode())
             tokenizer_files.copy(source, partial / PEER, (*COPIED, *tokenizer_files.named_templates(source)))
             found.save(partial / PEER)
-            params = _placed(found)
-            state = state_lib.TrainState(params, None, jax.random.key(config.seed), jnp.zeros((), jnp.int32))
-            with Checkpoints(partial / "checkpoints", config.keep) as checkpoints:
-                checkpoints.save(state, [None], to_dict(config), text.fingerprint)
+            _save_run(partial, config, found, text.fingerprint)
         count = len(folder.tensors)
     notes = (*where, *found.notes, text_ends.described(ends))
     return Converted(found.family, sum(x.size for x in jax.tree.leaves(found.shapes)), count, found.kept, notes)
+
+
+def _save_run(folder: pathlib.Path, config: TrainConfig, found: _Weights, fingerprint: str) -> None:
+    """Writes the config of a run, and its checkpoint of step 0. fingerprint: that of the tokenizer."""
+    write_whole(folder / "config.json", (json.dumps(to_dict(config), indent=2) + "\n").encode())
+    state = state_lib.TrainState(_placed(found), None, jax.random.key(config.seed), jnp.zeros((), jnp.int32))
+    with Checkpoints(folder / "checkpoints", config.keep) as checkpoints:
+        checkpoints.save(state, [None], to_dict(config), fingerprint)
 
 
 def _source(path: str, revision: str | None) -> tuple[pathlib.Path, tuple[str, ...]]:
