@@ -1,7 +1,7 @@
 """Name lookup: in a table, with a suggestion for unknown names, or by importing an object from a user's module.
 
 Configs store names, so that they can be saved and loaded in another process. "package.module:object" names any importable
-object. A class or function passed directly is stored under that name. What a file may name is decided in `atlasjax.trusted`.
+object. A class or function passed directly is stored under that name. `atlasjax.trusted` decides which names a file may give.
 """
 
 import contextlib
@@ -85,6 +85,23 @@ def resolve(kind: str, name: str, table: Mapping[str, object]) -> Any:
 def _full_name(value: object) -> str:
     """The name "package.module:object" of a class or function, whether or not it can be imported by it."""
     return f"{getattr(value, '__module__', '')}:{getattr(value, '__qualname__', '')}"
+
+
+def lazily(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
+    """The `__getattr__` of a package whose names are imported on first use.
+
+    Args:
+      package: its name.
+      modules: name of a module in it → its public names, with spaces between them.
+    """
+    home = {name: module for module, names in modules.items() for name in names.split()}
+
+    def get(name: str) -> Any:
+        if name in home:
+            return getattr(importlib.import_module(f"{package}.{home[name]}"), name)
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    return get
 
 
 def name_of(kind: str, value: object) -> str:
@@ -175,7 +192,7 @@ def call_with(
 
 @contextlib.contextmanager
 def named(what: str, module: str = "", *, but: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Makes of an error of a user's code a ValueError that says what raised it. Those of `but` go on as they are.
+    """Turns an error of a user's code into a ValueError that says what raised it. Errors of `but` go on as they are.
 
     module: the user's module, of which the message names the line.
     """

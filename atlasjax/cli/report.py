@@ -14,20 +14,20 @@ from atlasjax.data.prepared import decoded
 from atlasjax.data.sources import load_documents
 from atlasjax.data.tokenizers import Tokenizer, make_tokenizer
 from atlasjax.evaluate.ngram import baselines as ngram_baselines
-from atlasjax.generate import SamplingConfig, generate
+from atlasjax.generate import generate
 from atlasjax.nn import LanguageModel, ModelConfig
 from atlasjax.nn.mixer_check import why_not_decoded
 
 # Two whole words with which a line or a sentence begins; two anywhere; or what a text without spaces has.
 _BEGINNINGS = (r"(?:\n\s*|[.!?] )(\w+ \w+)[\s.,;:]", r"\s(\w+ \w+)[\s.,;:]", r"\w{1,20}")
+_SAMPLE = 200  # tokens of the sample
 _BASELINE_CHARACTERS = 5_000_000  # counting n-grams of them takes seconds
 
 
 def baselines(config: DataConfig) -> dict[str, float]:
     """Bits per byte of byte n-gram models, fitted to the training text of `config`, on its held-out text.
 
-    Of a longer text than 5 million characters they are those of its beginning, and their names say so. Empty if nothing is held
-    out.
+    If a text has more than 5 million characters, only its beginning counts, and the names say so. Empty if nothing is held out.
     """
     if not config.has_validation:
         return {}
@@ -77,20 +77,11 @@ def tokens_that_fit(config: ModelConfig, prompt: np.ndarray, num_tokens: int) ->
     return num_tokens if longest is None else max(0, min(num_tokens, longest - len(prompt)))
 
 
-def sample_text(
-    model: LanguageModel, tokenizer: Tokenizer, *, prompt: str, num_tokens: int = 200, seed: int = 0
-) -> str | None:
+def sample_text(model: LanguageModel, tokenizer: Tokenizer, *, prompt: str, seed: int) -> str | None:
     """A prompt and its continuation at temperature 0.8. None: the model decodes no tokens, or has no positions after the prompt."""
     before = tokenizer.encode(prompt)
-    num_tokens = tokens_that_fit(model.config, before, num_tokens)
+    num_tokens = tokens_that_fit(model.config, before, _SAMPLE)
     if not num_tokens:
         return None
-    tokens = generate(
-        model,
-        before[None],
-        num_tokens,
-        config=SamplingConfig(),
-        seed=seed,
-        vocab_size=tokenizer.vocab_size,
-    )
+    tokens = generate(model, before[None], num_tokens, seed=seed, vocab_size=tokenizer.vocab_size)
     return prompt + tokenizer.decode(tokens[0].tolist())

@@ -6,8 +6,9 @@ batches = iter(make_pipeline(config, tokenizer, "train"))
 batch, position = next(batches), batches.get_state()
 """
 
-import importlib
 from typing import TYPE_CHECKING
+
+from atlasjax.names import lazily
 
 if TYPE_CHECKING:
     from atlasjax.data.associative_recall import RecallConfig, recall_accuracy, recall_sequences
@@ -17,24 +18,6 @@ if TYPE_CHECKING:
     from atlasjax.data.preparation import prepare
     from atlasjax.data.sources import load_documents, load_text
     from atlasjax.data.tokenizers import Tokenizer, load_tokenizer, make_tokenizer
-
-# Imported on first use, because Grain is slow to import.
-_HOME = {
-    "RecallConfig": "associative_recall",
-    "recall_accuracy": "associative_recall",
-    "recall_sequences": "associative_recall",
-    "DataConfig": "config",
-    "Manifest": "manifest",
-    "BatchIterator": "pipeline",
-    "Pipeline": "pipeline",
-    "make_pipeline": "pipeline",
-    "prepare": "preparation",
-    "load_documents": "sources",
-    "load_text": "sources",
-    "Tokenizer": "tokenizers",
-    "load_tokenizer": "tokenizers",
-    "make_tokenizer": "tokenizers",
-}
 
 __all__ = [
     "BatchIterator",
@@ -53,8 +36,16 @@ __all__ = [
     "recall_sequences",
 ]
 
-
-def __getattr__(name: str):
-    if name in _HOME:
-        return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+# Imported on first use, because Grain is slow to import.
+__getattr__ = lazily(
+    __name__,
+    {
+        "associative_recall": "RecallConfig recall_accuracy recall_sequences",
+        "config": "DataConfig",
+        "manifest": "Manifest",
+        "pipeline": "BatchIterator Pipeline make_pipeline",
+        "preparation": "prepare",
+        "sources": "load_documents load_text",
+        "tokenizers": "Tokenizer load_tokenizer make_tokenizer",
+    },
+)

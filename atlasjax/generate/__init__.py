@@ -1,7 +1,8 @@
 """Sampling text from a language model through its streaming cache."""
 
-import importlib
 from typing import TYPE_CHECKING
+
+from atlasjax.names import lazily
 
 if TYPE_CHECKING:
     from atlasjax.generate.context import Context, read
@@ -16,24 +17,6 @@ if TYPE_CHECKING:
     from atlasjax.generate.saved import ContextFiles, load_context, save_context
     from atlasjax.generate.streams import generate, stream
     from atlasjax.generate.text import TextStream
-
-# Loaded on first use: the options of a command need no Flax.
-_HOME = {
-    "Context": "context",
-    "read": "context",
-    "RowSampling": "sampling",
-    "SamplingConfig": "sampling",
-    "filtered_logits": "sampling",
-    "penalized_logits": "sampling",
-    "sample": "sampling",
-    "sample_rows": "sampling",
-    "ContextFiles": "saved",
-    "load_context": "saved",
-    "save_context": "saved",
-    "generate": "streams",
-    "stream": "streams",
-    "TextStream": "text",
-}
 
 __all__ = [
     "Context",
@@ -52,8 +35,14 @@ __all__ = [
     "stream",
 ]
 
-
-def __getattr__(name: str) -> object:
-    if name in _HOME:
-        return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+# Loaded on first use: the options of a command need no Flax.
+__getattr__ = lazily(
+    __name__,
+    {
+        "context": "Context read",
+        "sampling": "RowSampling SamplingConfig filtered_logits penalized_logits sample sample_rows",
+        "saved": "ContextFiles load_context save_context",
+        "streams": "generate stream",
+        "text": "TextStream",
+    },
+)

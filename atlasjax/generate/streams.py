@@ -85,30 +85,24 @@ def stream(
     texts, tokens = ("num_samples", num_samples), ("num_tokens", num_tokens)
     check_room(model, texts, tokens, before=int(lengths.max()), rows=len(lengths), kept=block >= num_tokens)
 
-    return _blocks(
-        model, prompts, num_tokens, config, jax.random.key(seed), block, vocab_size, context, num_samples, max_length
-    )
+    def blocks() -> Iterator[jax.Array]:
+        start = context if prompts is None else read(model, prompts, context=context, max_length=max_length)
+        assert start is not None
+        start = start.with_room(model, max_length)
+        start = start.rows(np.repeat(np.arange(len(start.num_tokens)), num_samples))
+        graphdef, params = nnx.split(model, nnx.Param)
+        # Donated below, while a context of the caller stays as it is.
+        cache = start.cache if prompts is not None else copied(start.cache)
+        logits, seen = start.logits, jnp.asarray(start.seen) if config.penalizes else None
+        key = jax.random.key(seed)
+        for first in range(0, num_tokens, block):
+            tokens, logits, cache, seen = _decode(
+                graphdef, params, logits, cache, seen, key, first, config=config,
+                length=min(block, num_tokens - first), vocab_size=vocab_size,
+            )  # fmt: skip
+            yield tokens
 
-
-def _blocks(
-    model: LanguageModel, prompts: list[np.ndarray] | None, num_tokens: int, config: SamplingConfig, key: jax.Array,
-    block: int, vocab_size: int | None, context: Context | None, num_samples: int, max_length: int,
-) -> Iterator[jax.Array]:  # fmt: skip
-    if prompts is not None:
-        context = read(model, prompts, context=context, max_length=max_length)
-    assert context is not None
-    context = context.with_room(model, max_length)
-    context = context.rows(np.repeat(np.arange(len(context.num_tokens)), num_samples))
-    graphdef, params = nnx.split(model, nnx.Param)
-    # Donated below, while a context of the caller stays as it is.
-    cache = context.cache if prompts is not None else copied(context.cache)
-    logits, seen = context.logits, jnp.asarray(context.seen) if config.penalizes else None
-    for start in range(0, num_tokens, block):
-        tokens, logits, cache, seen = _decode(
-            graphdef, params, logits, cache, seen, key, start, config=config, length=min(block, num_tokens - start),
-            vocab_size=vocab_size,
-        )  # fmt: skip
-        yield tokens
+    return blocks()  # a generator of its own, so that the checks above are made at once
 
 
 _Decoded = tuple[jax.Array, PyTree, jax.Array | None]  # logits, cache and the tokens that were seen

@@ -7,7 +7,7 @@ import pathlib
 import re
 from collections.abc import Iterator, Sequence
 
-from atlasjax.storage.paths import AccessError, AnyPath, StoreError, StorePath, expanded
+from atlasjax.storage.paths import AccessError, AnyPath, StoreError, StorePath, causes, expanded
 
 SCHEME = "hf://"
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
@@ -104,8 +104,8 @@ def _explained(name: str, revision: str | None) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        causes = list(_causes(error))
-        if any(isinstance(cause, errors.GatedRepoError) for cause in causes):
+        chain = list(causes(error))
+        if any(isinstance(cause, errors.GatedRepoError) for cause in chain):
             raise AccessError(
                 f"{which} is given to those who accept its terms at {constants.ENDPOINT}/{name}; then run `hf auth login`."
             ) from None
@@ -122,22 +122,12 @@ def _explained(name: str, revision: str | None) -> Iterator[None]:
                 f"{which} is not in the cache ({constants.HF_HUB_CACHE}), and HF_HUB_OFFLINE is set; run `hf download {name}` "
                 "where there is a network."
             ) from None
-        if isinstance(error, OSError) or type(causes[-1]).__module__.partition(".")[0] in _CLIENTS:
+        if isinstance(error, OSError) or type(chain[-1]).__module__.partition(".")[0] in _CLIENTS:
             what = "does not give" if isinstance(error, errors.HfHubHTTPError) else "cannot be reached for"
             raise StoreError(
-                f"{constants.ENDPOINT} {what} {which} ({_line(causes[-1])}), and the cache does not have all of it."
+                f"{constants.ENDPOINT} {what} {which} ({_line(chain[-1])}), and the cache does not have all of it."
             ) from None
         raise
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """An error and those behind it."""
-    seen: list[BaseException] = []
-    cause: BaseException | None = error
-    while cause is not None and cause not in seen:
-        seen.append(cause)
-        yield cause
-        cause = cause.__cause__ or cause.__context__
 
 
 def _line(error: BaseException) -> str:

@@ -87,7 +87,7 @@ class StorePath:
 
     @property
     def scheme(self) -> str:
-        """What the URL begins with."""
+        """The beginning of the URL, such as "gs"."""
         return self._url.partition("://")[0]
 
     @property
@@ -121,7 +121,7 @@ class StorePath:
         return self._kind() == "file"
 
     def iterdir(self) -> Iterator["StorePath"]:
-        """What is directly in the folder, sorted."""
+        """Files and folders directly in the folder, sorted."""
         with self._explained():
             found = self._fs.ls(self._path, detail=False)
         yield from sorted(self / name for name in {one.rstrip("/").rpartition("/")[2] for one in found} - {self.name})
@@ -142,7 +142,7 @@ class StorePath:
         return [folder._below(name, info) for name, info in sorted(found.items()) if info["type"] == "file"]
 
     def glob(self, pattern: str) -> Iterator["StorePath"]:
-        """What is directly in the folder and matches a pattern, sorted; nothing without the folder."""
+        """Files and folders directly in the folder that match a pattern, sorted; none without the folder."""
         if self.is_dir():
             yield from (one for one in self.iterdir() if fnmatch.fnmatchcase(one.name, pattern))
 
@@ -319,22 +319,28 @@ def explaining(path: AnyPath) -> Iterator[None]:
 def is_outage(error: BaseException) -> bool:
     """Whether an error, or one behind it, is a store that did not answer or refused to; not what was read from it."""
     libraries = ("aiohttp", "requests", "gcsfs", "google")
-    # What tensorstore says, and gcsfs in an OSError.
+    # Words of tensorstore, and of gcsfs in an OSError.
     statuses = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "PERMISSION_DENIED", "UNAUTHENTICATED", "Forbidden: ")
-    seen: list[BaseException] = []
-    cause: BaseException | None = error
-    while cause is not None and cause not in seen:
+    for cause in causes(error):
         if isinstance(cause, StoreError) or type(cause).__module__.partition(".")[0] in libraries:
             return True
         if any(status in str(cause) for status in statuses):
             return True
-        seen.append(cause)
-        cause = cause.__cause__ or cause.__context__
     return False
 
 
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """An error and those behind it."""
+    seen: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in seen:  # a chain may end in itself
+        seen.append(cause)
+        yield cause
+        cause = cause.__cause__ or cause.__context__
+
+
 def explained(url: str, error: BaseException) -> StoreError:
-    """What the libraries of a store say, as one line."""
+    """The error of a store's library as ours, in one line."""
     said = " ".join(str(error).split()).partition(" [")[0].rstrip(". ") or type(error).__name__
     words = ("Forbidden", "PERMISSION_DENIED", "UNAUTHENTICATED")
     code = str(getattr(error, "code", ""))
