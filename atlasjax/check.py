@@ -74,7 +74,7 @@ def number(
 ) -> None:
     """Raise ValueError unless `value` is a number within the given bounds, or None if `optional`.
 
-    `above` and `below` are exclusive bounds, `least` and `most` inclusive ones. What is not finite as a float is rejected.
+    `above` and `below` are exclusive bounds, `least` and `most` inclusive ones. A number that is not finite as a float is rejected.
     """
     if optional and value is None:
         return

@@ -47,7 +47,7 @@ def from_dict(cls: type[C], values: Mapping[str, object], file: str | None = "a 
 
 
 def completed(values: object, config: "DataclassInstance") -> object:
-    """What a file says of a config, with the defaults of fields that did not exist yet when it was written. Builds no config.
+    """The fields of a config in a file, with the defaults of fields that did not exist yet when it was written. Builds no config.
 
     Args:
       values: from `to_dict`, read from a file; anything else is returned as it is.

@@ -56,7 +56,7 @@ def give(name: str) -> None:
 
 @contextlib.contextmanager
 def scope() -> Iterator[None]:
-    """What is trusted and given inside does not count after it: one command does not vouch for the next."""
+    """Modules and names that are trusted or given inside do not count after it: one command does not vouch for the next."""
     before = [(names, set(names)) for names in (_modules, _given, _imported, _said)]
     try:
         yield
@@ -146,7 +146,7 @@ def is_trusted(module: str) -> bool:
 
 
 def _field(values: object, name: str, path: str = "") -> str | None:
-    """The dotted field of a JSON value that has this text; that of a list if one of its items is it."""
+    """The dotted field of a JSON value that has this text, or has it in a list."""
     if values == name:
         return path or None
     if isinstance(values, list | tuple):

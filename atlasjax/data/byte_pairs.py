@@ -161,7 +161,7 @@ def bpe_of(content: bytes, name: str) -> BpeTokenizer:
 
 
 def _meaning(written: dict[str, Any]) -> bytes:
-    """What a `tokenizers` JSON file maps, whichever version of the library wrote it: without fields that are off or not used."""
+    """The mapping that a `tokenizers` JSON file defines, whichever version wrote it: without fields that are off or not used."""
 
     def some(value: Any) -> Any:
         if isinstance(value, dict):

@@ -22,7 +22,7 @@ def say_once(line: str) -> None:
 
 
 class LeftOut:
-    """What is in folders, or matches patterns, and is not read."""
+    """Files and folders that lie in folders or match patterns, but are not read."""
 
     def __init__(self) -> None:
         self._kinds: dict[str, list[str]] = {}
@@ -32,7 +32,7 @@ class LeftOut:
         self._kinds.setdefault(kind, []).append(str(path))
 
     def __str__(self) -> str:
-        """What there is of each kind, with the first names; "" if there is nothing."""
+        """The number and the first names of each kind; "" if nothing was left out."""
         parts = []
         for kind, names in sorted(self._kinds.items()):
             more = ", …" if len(names) > _NAMED else ""
@@ -140,7 +140,7 @@ def _visible_below(folder: storage.AnyPath, left_out: LeftOut) -> Sequence[stora
 
 
 def _why_not(path: pathlib.Path, *, folders: bool = True) -> str | None:
-    """What kind of thing is not read; None for a file, and for a folder if those are searched."""
+    """The kind of a path that is not read; None for a file, and for a folder if folders are searched."""
     if path.is_file():
         return None
     if path.is_dir():

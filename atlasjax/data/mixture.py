@@ -15,7 +15,7 @@ def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
 def pick(index: int, weights: Sequence[int]) -> tuple[int, int]:
     """Find element `index` of a mixture of endless sequences.
 
-    Of the first n elements, floor(n w / sum of the weights) are from the first sequence. The others share the rest in the same way.
+    The first sequence gives floor(n w / sum of the weights) of the first n elements. The others share the rest in the same way.
 
     Returns:
       The index of the sequence, and the index within it.

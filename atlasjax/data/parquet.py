@@ -114,7 +114,7 @@ class _Rows:
 
 @contextlib.contextmanager
 def _opened(file: storage.AnyPath) -> Iterator[pathlib.Path | IO[bytes]]:
-    """What to give to pyarrow: a path, which it can memory-map, or a stream from a store."""
+    """The argument for pyarrow: a path, which it can memory-map, or a stream from a store."""
     if not isinstance(file, storage.StorePath):
         yield file
         return

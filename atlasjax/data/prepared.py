@@ -111,5 +111,5 @@ def decoded(config: DataConfig, tokenizer: Tokenizer, split: Split) -> Iterator[
 
 
 def identity(config: DataConfig, sets: list[PreparedSplit]) -> dict[str, object]:
-    """What a saved position must match."""
+    """The part of a pipeline's identity that prepared data has."""
     return {"weights": list(config.weights), "sets": [each.digest for each in sets]}

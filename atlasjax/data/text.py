@@ -41,7 +41,7 @@ class _Decompressor(Protocol):
 
 
 def _decompressor(path: storage.AnyPath) -> Callable[[], _Decompressor] | None:
-    """What begins a member of a compressed file; None for any other.
+    """Makes the decompressor of a member of a compressed file; None for any other file.
 
     Raises:
       ValueError: the file is .zst, and neither Python 3.14 nor `zstandard` is available.

@@ -211,7 +211,7 @@ class TokenFiles:
 
 
 class _Ids:
-    """What is wrong with ids, read in order: one is not in the vocabulary."""
+    """Finds ids that are not in the vocabulary. They are read in order."""
 
     def __init__(self, dtype: np.dtype, vocab_size: int):
         self._dtype, self._vocab_size = dtype, vocab_size
@@ -222,7 +222,7 @@ class _Ids:
 
 
 class _Ends:
-    """What is wrong with the ends of documents, read in order: one is before another, or the last is not that of the tokens."""
+    """Finds ends of documents that go back, or a last one that is not the end of the tokens. They are read in order."""
 
     def __init__(self, tokens: int):
         self._tokens, self._last = tokens, 0

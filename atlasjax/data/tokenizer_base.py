@@ -1,4 +1,4 @@
-"""What a tokenizer is, what all kinds share, and the one of bytes."""
+"""The interface of tokenizers, the parts that all kinds share, and the tokenizer of bytes."""
 
 import functools
 import hashlib

@@ -17,7 +17,7 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 def ending(tokenizer: Tokenizer, separator: str) -> tuple[str, np.ndarray]:
-    """What a document of a contiguous stream ends with: text, and the tokens after it, int32 [n].
+    """The end of a document in a contiguous stream: text, and the tokens after it, int32 [n].
 
     All of a separator is text, except from the first name of a control token in it on.
     """

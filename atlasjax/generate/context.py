@@ -1,4 +1,4 @@
-"""What a model holds of the text that it has read, as a value."""
+"""The state of a model after the text that it has read, as a value."""
 
 import dataclasses
 import functools

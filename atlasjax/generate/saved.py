@@ -1,4 +1,4 @@
-"""Contexts in files: what a model holds after reading a text."""
+"""Contexts in files: the state of a model after reading a text."""
 
 import dataclasses
 import os
@@ -107,7 +107,7 @@ def _arrays(context: Context) -> dict[str, jax.Array | np.ndarray]:
 
 
 def _about(model: LanguageModel) -> dict[str, object]:
-    """What a context belongs to, as values of JSON."""
+    """The model that a context belongs to, as values of JSON."""
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     return {"model": _model(model.config), "params_sha256": tensors.digest(tensors.named(params, "params"))}
 

@@ -11,7 +11,7 @@ _MOST_UNKNOWN = 3  # a character of UTF-8 has at most four bytes, so at most thr
 
 
 class Decodes(Protocol):
-    """What is needed of a tokenizer."""
+    """The method of a tokenizer that is needed here."""
 
     def decode(self, ids: Iterable[int], /) -> str:
         """Return the text of `ids`, in which incomplete UTF-8 is U+FFFD."""

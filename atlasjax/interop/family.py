@@ -1,4 +1,4 @@
-"""What a family of public models is to the converter, and the reading of its config.json."""
+"""A family of public models as the converter sees it, and the reading of its config.json."""
 
 import dataclasses
 import math
@@ -43,7 +43,7 @@ _OFF: dict[str, tuple[object, ...]] = {
 
 
 class Sizes(NamedTuple):
-    """What the files of a model's tensors can hold. A config.json is compared with it before anything of its size is made.
+    """Limits of the files of a model's tensors. A config.json is compared with it before anything of its size is made.
 
     Attributes:
       tensors: number of tensors; a model has no more layers.
@@ -322,7 +322,7 @@ class Family:
         ]
 
     def _what_matters(self, config: ModelConfig) -> dict[str, object]:
-        """What decides which function our config computes, by name."""
+        """The values that decide which function our config computes, by name."""
         found = {name: operator.attrgetter(name)(config) for name in (*_ALWAYS, *self.matters)}
         return found | _attention(config)
 
@@ -349,7 +349,7 @@ def _differing(name: str, ours: object, theirs: object) -> Iterator[tuple[str, o
 
 
 def _attention(config: ModelConfig) -> dict[str, object]:
-    """What decides the function of layers with attention. Nothing if there are none."""
+    """The values that decide the function of layers with attention. Empty if there are none."""
     given = config.attention
     if not {"attention", "swa"} & set(config.pattern):
         return {}

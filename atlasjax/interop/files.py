@@ -1,4 +1,4 @@
-"""Reading of the files of public weights. What a clone or a cache left incomplete is told from what is damaged."""
+"""Reading of the files of public weights. An incomplete clone or cache is told from a damaged file."""
 
 import os
 import pathlib

@@ -14,7 +14,7 @@ _KEPT = "kept"  # folder with the tensors, beside what else was imported with th
 
 
 def names(all_names: Iterable[str], family: Family) -> frozenset[str]:
-    """Those names that are no part of the language model, or change nothing in it."""
+    """The names of tensors that are no part of the language model, or change nothing in it."""
     return frozenset(filter(family.is_extra, all_names))
 
 

@@ -106,7 +106,7 @@ def ranges(sizes: Mapping[str, int]) -> Iterator[tuple[str, Index]]:
 
 
 def hybrid_fields(config: ModelConfig) -> dict[str, object]:
-    """What config.json says of a model of Gated DeltaNet and attention, in the words of Qwen3.5 and OLMo-Hybrid."""
+    """The fields of config.json of a model with Gated DeltaNet and attention, in the words of Qwen3.5 and OLMo-Hybrid."""
     sizes = config.attention_sizes
     kinds = {mixer: kind for kind, mixer in HYBRID.items()}
     return {

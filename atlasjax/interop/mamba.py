@@ -58,7 +58,7 @@ def mamba2_rows(config: ModelConfig) -> list[Row]:
 
 
 def _around(config: ModelConfig) -> list[Row]:
-    """What both have around the recurrence."""
+    """The rows around the recurrence, which both have."""
     return [
         Row(("backbone.embeddings.weight", "backbone.embedding.weight"), "embedding", "v d -> v d"),
         Row("backbone.norm_f.weight", "norm.scale", "d -> d"),
@@ -74,7 +74,7 @@ _NEUTRAL = ("rescale_prenorm_residual", "time_step_floor", "time_step_max", "tim
 
 
 def _read_transformers(fields: Fields, mixer: str, ssm: SSMConfig, *, tied: bool) -> ModelConfig:
-    """What both have in common, with `ssm` and the default of the tied head."""
+    """Reads the fields that both have. ssm: already read. tied: the default of the tied head."""
     fields.fixed(use_bias=False, use_conv_bias=True, rms_norm=True)
     fields.require("hidden_act", "silu", "swish")
     return ModelConfig(
@@ -168,7 +168,7 @@ _INITIAL = ("dt_init_floor", "dt_max", "dt_min")  # fields of ssm_cfg for initia
 def _from_mamba_ssm(
     given: Mapping[str, object], sizes: Sizes, mixer: str, name: str, layer: str, read: Callable[[Fields], SSMConfig]
 ) -> ModelConfig:
-    """Reads what both have in common; `read` reads the rest of `ssm_cfg`."""
+    """Reads the fields that both have; `read` reads the rest of `ssm_cfg`."""
     fields = Fields(given, name, sizes)
     fields.fixed(d_intermediate=0, attn_layer_idx=[], attn_cfg={}, rms_norm=True)
     inside = fields.inside("ssm_cfg")

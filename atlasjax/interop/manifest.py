@@ -1,4 +1,4 @@
-"""What a run remembers of the files that it was imported from: names, dtypes, order and files of their tensors."""
+"""The manifest of the files that a run was imported from: names, dtypes, order and files of their tensors."""
 
 import json
 import pathlib

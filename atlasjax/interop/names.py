@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable
 
 from atlasjax.interop.table import Piece
 
-# What wrappers put into the names of what they wrap: data parallelism, torch.compile, FSDP, activation checkpointing.
+# Parts that wrappers add to the names of parameters: data parallelism, torch.compile, FSDP, activation checkpointing.
 _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 

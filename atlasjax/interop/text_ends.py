@@ -42,7 +42,7 @@ class Named(NamedTuple):
 
 
 Found = dict[str, list[Named]]
-"""What was found of each kind ("bos", "eos", "pad"), in the order of precedence."""
+"""The tokens that were found of each kind ("bos", "eos", "pad"), in the order of precedence."""
 
 
 def text_ends(run_dir: str | AnyPath) -> TextEnds:
@@ -77,7 +77,7 @@ def described(found: Found) -> str:
 
 
 def find(folder: AnyPath, definition: AnyPath | None = None, vocab_size: int | None = None) -> Found:
-    """What files say, in the order of precedence:
+    """The tokens that files name, in the order of precedence:
 
     1. names in tokenizer_config.json, then special_tokens_map.json, beside the tokenizer that is used;
     2. the same beside the weights;
@@ -207,7 +207,7 @@ def _text(name: object) -> str | None:
 
 
 def _around(processor: object) -> Iterator[tuple[str, int]]:
-    """What a post-processor of a tokenizer.json puts before ("bos") and after ("eos") a text."""
+    """The tokens that a post-processor of a tokenizer.json puts before ("bos") and after ("eos") a text."""
     if not isinstance(processor, Mapping):
         return
     for one in processor.get("processors") or ():

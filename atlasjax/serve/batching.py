@@ -275,7 +275,7 @@ class Batcher:
                 self._sampled(ticket, token)
 
     def _row(self, ticket: Ticket | None) -> SlotRow:
-        """What a slot gets for a step, see `step_inputs`. None: it takes none."""
+        """The inputs of a slot for a step, see `step_inputs`. None: it takes none."""
         width = self.model.config.vocab_size
         if ticket is None:
             return False, -1, 0, self._idle_key, RowSampling.of([_IDLE], width)

@@ -48,7 +48,7 @@ class VariableError(ValueError):
 
 
 Before = Literal["nothing", "text", "answer"]
-"""What a memory ends with, after which messages come."""
+"""The end of a memory, after which messages come."""
 
 
 class PlainChat:
@@ -82,7 +82,7 @@ class PlainChat:
         return tokenizer.encode(self.text(messages, before))
 
     def ignored(self, messages: Sequence[Message], variables: Mapping[str, Any] = {}) -> tuple[str, ...]:
-        """What of the messages is not in the text: names of those who say them."""
+        """The fields of messages that are not in the text: names of speakers."""
         return ("messages.name",) if any(message.name is not None for message in messages) else ()
 
     def text(self, messages: Sequence[Message], before: Before = "nothing") -> str:
@@ -169,7 +169,7 @@ class TemplateChat:
         return tokenizer.encode_controlled(self.text(guarded, before, _guarded(tokenizer, variables)))
 
     def ignored(self, messages: Sequence[Message], variables: Mapping[str, Any] = {}) -> tuple[str, ...]:
-        """What of the messages is not in the text: names, if the template does not show them."""
+        """The fields of messages that are not in the text: names, if the template does not show them."""
         if all(message.name is None for message in messages):
             return ()
         nameless = [dataclasses.replace(message, name=None) for message in messages]

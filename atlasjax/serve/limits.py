@@ -16,7 +16,7 @@ class Limits:
       body_bytes: largest body of a request.
       client_seconds: most time that a client may take to send the headers of a request, to send its body, and to read on in what it
         is sent.
-      connections: most connections at a time. Of more, the one that has sent no request for the longest time is closed.
+      connections: most connections at a time. If there are more, the one that has sent no request for the longest time is closed.
 
     Raises:
       ValueError: a number is out of range.
@@ -70,8 +70,8 @@ class MemoryLimits:
 
     Attributes:
       hours: one that was not used for so long is removed.
-      count: of more than so many, those that were not used for the longest time are removed.
-      gigabytes: likewise of more than so many 10^9 bytes.
+      count: if there are more, those that were not used for the longest time are removed.
+      gigabytes: the same for more than so many 10^9 bytes.
 
     Raises:
       ValueError: a number is out of range.

@@ -1,4 +1,4 @@
-"""What a server answers while its model is loaded and compiled: that it is not ready."""
+"""The answer of a server while its model is loaded and compiled: that it is not ready."""
 
 import contextlib
 import socket

@@ -44,7 +44,7 @@ class Entry:
 
 
 class Lease:
-    """What keeps other processes out of a folder of memories. It ends with its last reference, or with the process.
+    """Keeps other processes out of a folder of memories. It ends with its last reference, or with the process.
 
     Only this user may read the folder from then on, and what is in it.
 
@@ -160,7 +160,7 @@ class Memories:
                 self._used.discard(name)
 
     def load(self, name: str) -> Context | None:
-        """What was saved under a name, or None. This counts as a use.
+        """The context that was saved under a name, or None. This counts as a use.
 
         Raises:
           ValueError: it is not a name, or the file is damaged or of another model; the message says which.

@@ -1,4 +1,4 @@
-"""The messages of a chat request. What is not text is refused by name, and never left out."""
+"""The messages of a chat request. Anything but text is refused by name, and never left out."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -188,7 +188,7 @@ class Responses:
 
 
 def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
-    """The numbers of tokens of a request. Those of a memory are not counted: they were read before."""
+    """The numbers of tokens of a request. Tokens of a memory are not counted: they were read before."""
     total = prompt_tokens + completion_tokens
     return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}
 

@@ -1,4 +1,4 @@
-"""What a `Batcher` is asked for, and the events with which it answers."""
+"""Requests to a `Batcher`, and the events with which it answers."""
 
 import dataclasses
 from typing import Protocol
@@ -10,7 +10,7 @@ from atlasjax.generate.text import Decodes
 
 
 class Tokenizes(Decodes, Protocol):
-    """What the server needs of a tokenizer."""
+    """The methods of a tokenizer that the server needs."""
 
     @property
     def vocab_size(self) -> int: ...

@@ -88,8 +88,8 @@ class HttpServer(uvicorn.Server):
 class Server(HttpServer):
     """Serves until SIGINT or SIGTERM: then nothing new is accepted, and running requests have `grace_seconds` to end.
 
-    Those that are left then end with an error that says so. Memories are saved when a request ends, so those of all requests that
-    were answered are on the disk.
+    Requests that are left then end with an error that says so. Memories are saved when a request ends, so those of all answered
+    requests are on the disk.
     """
 
     def __init__(self, service: Service, *, grace_seconds: float, ready: Callable[[], None] = lambda: None):

@@ -65,7 +65,7 @@ class _Template:
     def answer(self, question: dict[str, Any]) -> dict[str, Any]:
         """{"text": …} or {"error": …}: what the template or its author has done wrong is no error of ours.
 
-        Of the question that brings the template, {"reads": the names of the variables that it uses}.
+        The question that brings the template is answered with {"reads": the names of the variables that it uses}.
         """
         try:
             if self._template is None:

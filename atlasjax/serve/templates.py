@@ -15,7 +15,7 @@ _END = ".jinja"
 
 @dataclasses.dataclass(frozen=True)
 class Templates:
-    """What the files beside a tokenizer say.
+    """The templates and tokens that the files beside a tokenizer name.
 
     Attributes:
       sources: of the templates, by name.

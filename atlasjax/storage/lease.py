@@ -1,4 +1,4 @@
-"""A lease: what keeps a second job out of a folder of a bucket, where files cannot be locked.
+"""A lease, which keeps a second job out of a folder of a bucket, where files cannot be locked.
 
 It is an object that its owner writes again and again. Whoever finds it waits for as long as it runs: if it was not renewed
 meanwhile, its owner has ended without giving it back, and it is taken over. Every write names the generation that it replaces, and
@@ -163,7 +163,7 @@ def _described(value: bytes) -> tuple[float, str]:
 
 
 def _saved(value: bytes) -> dict[str, Any]:
-    """What a lease says; nothing if it is not one of ours."""
+    """The content of a lease; empty if it is not one of ours."""
     with contextlib.suppress(ValueError):
         found = json_text.parse(value, "the lease")
         return found if isinstance(found, dict) else {}
