@@ -17,6 +17,7 @@ def is_integer(value: object, least: int | None = None, *, kinds: type | tuple[t
     """Whether `value` is an integer of 64 bits, at least `least`. kinds=`numbers.Integral`: NumPy integers are accepted too."""
     if not isinstance(value, kinds) or isinstance(value, bool):
         return False
+    # Python's integers have no end; those that do not fit fail much later, in arrays or files.
     return -MOST - 1 <= value <= MOST and (least is None or value >= least)  # type: ignore[operator]
 
 

@@ -99,6 +99,7 @@ def _from_json(where: str, kind: object, value: object) -> object:
             return tuple(_from_json(f"{where}[{i}]", typing.get_args(option)[0], x) for i, x in enumerate(value))
         if type(value) is option:
             return value
+        # JSON has one kind of number: 1.0 may have been written as 1.
         if option is float and type(value) is int and abs(value) <= sys.float_info.max:
             return float(value)
     raise ValueError(f"{where}: must be {' or '.join(map(_name, options))}, got {value!r:.200}.")

@@ -32,7 +32,7 @@ def parse(content: bytes | str, what: str, *, once: bool = False) -> Any:
 
 def is_deep(value: object) -> bool:
     """Whether a value of JSON is nested more than 100 levels deep, too deep for what walks through it."""
-    level = [value]
+    level = [value]  # by levels, not by recursion, which is what a deep value would exhaust
     for _ in range(_DEEPEST + 1):
         nested = [one for one in level if isinstance(one, dict | list)]
         level = [x for one in nested for x in (one.values() if isinstance(one, dict) else one)]

@@ -11,6 +11,7 @@ GIB = 2**30
 def machine_memory() -> int:
     """Memory in bytes of the machine, or of the container that this process runs in."""
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    # The limit of a container, in the second version of cgroups and in the first.
     for path in map(pathlib.Path, ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")):
         text = path.read_text().strip() if path.exists() else ""
         if text.isdecimal():

@@ -56,6 +56,7 @@ def resolve(kind: str, name: str, table: Mapping[str, object]) -> Any:
     """
     if ":" not in name or name in table:
         return lookup(kind, name, table)
+    # A part of the library that was given as an object is stored under its full name; a file may name it without trust.
     for known in table.values():
         if name == _full_name(known):
             return known

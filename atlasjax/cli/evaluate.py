@@ -141,6 +141,7 @@ def _stream(command: EvaluateCommand, loaded: LoadedRun, data: DataConfig, name:
     print("bits per byte by position in the stream" + (f" of {name}" if name not in ("", HELD_OUT) else ""))
     start = 0
     while start < losses.shape[1]:
+        # Ever longer pieces: a loss changes with the logarithm of the position.
         end = min(losses.shape[1], max(1024, 4 * start))
         num_bytes = int(sizes[start + 1 : end + 1].sum())
         print(f"  {start:>9,} to {end:>9,}: {losses[0, start:end].sum() / math.log(2) / num_bytes:.4f}")

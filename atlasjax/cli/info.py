@@ -177,6 +177,7 @@ def _table(entries: dict[str, dict[str, str]], *, as_rows: bool) -> None:
         table = Table("", *entries)
         for name in fields:
             table.add_row(name, *(entry[name] for entry in entries.values()))
+    # Rich cuts columns to the width of the terminal; in a pipe or a file nothing should be cut.
     console = Console()
     needed = Console(width=10_000).measure(table).maximum
     Console(width=max(console.width, needed) if not console.is_terminal else None).print(table)

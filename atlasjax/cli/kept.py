@@ -31,7 +31,7 @@ class KeptResults:
             try:
                 key, result = json_text.parse(line, "a line")
                 self._results[key] = result
-            except (ValueError, TypeError):
+            except (ValueError, TypeError):  # its request is asked again
                 continue
         self.found = len(self._results)
 

@@ -38,7 +38,7 @@ def run(request: Request) -> None:
         else:
             print(f"{what}; the first one takes a while to compile.", flush=True)
 
-    use_cores(config)
+    use_cores(config)  # first, before anything asks jax for its devices
     offer(config, command.preset)
     result = train(config, on_start=announce)
     _report(request.preset or storage.path(config.run_dir).name, config, result)

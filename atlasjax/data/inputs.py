@@ -179,6 +179,7 @@ def _file(config: DataConfig, file: storage.AnyPath, tail_of: Split | None) -> P
     pieces = lambda: text_pieces(file, config.encoding, config.errors)
     if tail_of is None:
         return pieces()
+    # Read twice, because the cut depends on the number of characters, and the text need not fit in memory.
     cut = round(sum(map(len, pieces())) * (1 - config.validation_fraction))
     return _between(pieces(), 0, cut) if tail_of == "train" else _between(pieces(), cut, None)
 

@@ -68,6 +68,6 @@ class Order:
         if epoch and not self._repeat:
             return None
         if self._seed is not None:
-            seed = (self._seed + epoch) % 2**32
+            seed = (self._seed + epoch) % 2**32  # it takes 32 bits; an epoch may go beyond them
             place = grain.experimental.index_shuffle(place, max_index=count - 1, seed=seed, rounds=4)
         return sum(self._counts[:which]) + place

@@ -158,6 +158,7 @@ class TextTokens:
         if index < 0:
             return _NOTHING
         tokens = encode_text(self._tokenizer, self._documents[index], self._dtype, sized=self._sized)
+        # After two epochs without a token it would search for ever.
         self._empty = 0 if tokens.size else self._empty + 1
         if self._empty > 2 * len(self._documents):
             raise ValueError(
@@ -228,6 +229,7 @@ def packed_documents(
     size = batch_size // count
     first, last, _ = rows.indices(batch_size)
     mine = [number for number in range(count) if number * size < last and (number + 1) * size > first]
+    # One pool for all readers of the process: they wait for one another at every batch.
     threads = concurrent.futures.ThreadPoolExecutor(num_threads) if num_threads else None
     found = {}
     for number in mine:

@@ -58,7 +58,7 @@ class ParquetDocuments:
         self.block_offsets = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]).astype(np.int64)
         if not len(self):
             raise ValueError(f"The Parquet files under {', '.join(map(repr, paths))} have no rows.")
-        self.blocks_in_memory = int(np.clip(_CACHE_BYTES // max(1, *num_bytes, 1), 1, _MAX_BLOCKS))
+        self.blocks_in_memory = int(np.clip(_CACHE_BYTES // max(1, *num_bytes), 1, _MAX_BLOCKS))
         self._read = functools.lru_cache(maxsize=self.blocks_in_memory)(self._read_group)
 
     def _read_group(self, block: int) -> "_Rows":
@@ -71,6 +71,7 @@ class ParquetDocuments:
                 _opened(self._files[file]) as source,
                 pq.ParquetFile(source, metadata=self._metadata[file], memory_map=True) as parquet,
             ):
+                # One thread: several documents are read at the same time, by threads of the pipeline.
                 return _Rows(parquet.read_row_group(group, columns=[self._column], use_threads=False).column(0).chunks)
         except (pa.ArrowException, OSError) as error:
             start, end = map(int, self.block_offsets[block : block + 2])

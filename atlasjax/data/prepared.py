@@ -57,6 +57,7 @@ def open_prepared(config: DataConfig, tokenizer: Tokenizer, split: Split) -> tup
                 "checksum, and only their order is checked. Prepare it again to have one."
             )
         totals = manifest.totals(split)
+        # Weighted by place, so that files in another order are another set.
         checksum = sum((i + 1) * file.crc32 for i, (_, file) in enumerate(mine)) % 2**32
         digest = f"{totals['documents']} documents, {totals['tokens']} tokens, {checksum:08x}"
         sets.append(PreparedSplit(TokenFiles(mine, manifest.token_dtype, manifest.vocab_size), digest))

@@ -164,7 +164,7 @@ def _blocks(text: str, period: int, split: Split) -> TextDocuments:
         end = text.find("\n", start + BLOCK_SIZE - 1) + 1
         if not end:
             end = len(text)
-        blocks.append(text[start:end])
+        blocks.append(text[start:end])  # whole lines, so that no line is in both splits
         start = end
     kept = [block for i, block in enumerate(blocks) if (i % period == period // 2) == (split == "validation")]
     return TextDocuments(["".join(kept)])

@@ -80,7 +80,7 @@ class TokenWriter:
     """
 
     def __init__(self, folder: pathlib.Path, name: str, dtype: np.dtype, *, sized: bool = False):
-        self._name, self._dtype = name, dtype.newbyteorder("<")
+        self._name, self._dtype = name, dtype.newbyteorder("<")  # files are read on machines of any byte order
         kinds = ("tokens", "ends", *(("sizes",) if sized else ()))
         self._files = {kind: _created(folder / f"{name}.{kind}") for kind in kinds}
         self._crc32 = dict.fromkeys(kinds, 0)
@@ -191,6 +191,7 @@ class TokenFiles:
         """A slice of the token stream, [n]; or if it `is_sized`, with the bytes of each token below, [2, n]."""
         if not self._checking:
             self._checking = True
+            # Ends are small, and checked when the first one is asked for.
             check_all([file[kind] for file in self._files for kind in file if kind != "ends"])
         start, stop, _ = places.indices(len(self))
         ids = self._slice("tokens", self._dtype, start, stop)

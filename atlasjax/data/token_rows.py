@@ -108,6 +108,7 @@ class TokenRows(grain.IterDataset):
                 if room[row] < length:
                     return self._shuffled(rows, first), place, offset
                 rows[row].append((document, offset, offset + length, end))
+                # A row with as many segments as it may have is full, whatever room it has left.
                 room[row] = room[row] - length if len(rows[row]) < self._most else 0
                 offset += length
             place, offset = place + 1, 0

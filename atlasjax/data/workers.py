@@ -86,6 +86,7 @@ def _work(make, arguments, tasks, waiting, done) -> None:
         pass  # the parent receives it too, and kills this process
     except (ValueError, OSError) as error:
         done.put((None, None, type(error)(str(error)) if isinstance(error, ValueError) else error))
+        # The parent would take a process that has ended for one that died.
         time.sleep(60)  # the parent kills this process when it has read this
     except Exception as error:
         done.put((None, None, RuntimeError(f"{type(error).__name__}: {error}")))

@@ -48,7 +48,7 @@ class Context:
         check.plain_array("Context.rows", "index", index)
         index = np.asarray(index)
         if np.array_equal(index, np.arange(len(self.num_tokens))):
-            return self
+            return self  # without a copy of the cache
         cache = jax.tree.map(lambda leaf: leaf[:, index], self.cache)
         return Context(cache, self.logits[index], self.seen[index], self.num_tokens[index], self.max_length, self.note)
 
@@ -113,6 +113,7 @@ def read(
         context = context.with_room(model, max_length)
         max_length = context.max_length
     graphdef, params = nnx.split(model, nnx.Param)
+    # Rows of equal length are read together: a recurrent state would read padding as text.
     by_length = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))
     done = []
     for _, same in itertools.groupby(by_length, key=lambda row: len(prompts[row])):

@@ -47,4 +47,5 @@ def _bytes_of_text(model: LanguageModel, length: int) -> int:
     """Bytes that a text of this length takes: its cache, the logits of the next token, and what was seen before it."""
     graphdef, params = nnx.split(model, nnx.Param)
     cache = jax.eval_shape(lambda params: nnx.merge(graphdef, params).init_cache(1, length), params)
+    # For each token of the vocabulary a float32 logit, and a bool of whether the text has it.
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache)) + 5 * model.config.vocab_size

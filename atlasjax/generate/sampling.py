@@ -195,6 +195,7 @@ def sample_rows(
         tokens = jax.vmap(lambda key, row: jax.random.categorical(key, row[None])[0])(keys, scaled)
         return jnp.where(is_drawn, tokens.astype(jnp.int32), greedy)
 
+    # A batch of greedy rows costs no sort and no random numbers.
     return jax.lax.cond(jnp.any(is_drawn), drawn, lambda: greedy)
 
 

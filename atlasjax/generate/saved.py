@@ -89,6 +89,7 @@ class ContextFiles:
         note = tensors.entry({"note": ""} | about, "note", where, lambda value: isinstance(value, str), "text")
         num_tokens = np.array(counts, np.int32)
         batch, vocabulary = len(num_tokens), self._model.config.vocab_size
+        # Shapes only: the sizes come from a file, and nothing is made of them before the arrays are known to have them.
         cache = jax.eval_shape(lambda: self._model.init_cache(batch, max_length))
         logits, seen = (jax.ShapeDtypeStruct((batch, vocabulary), dtype) for dtype in (jnp.float32, np.bool_))
         empty = Context(cache, logits, seen, num_tokens, max_length)  # type: ignore[arg-type]

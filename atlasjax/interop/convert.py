@@ -124,6 +124,7 @@ def import_weights(
             raise ConfigError(f"run_dir is {str(target)!r}, which exists; give a new folder.")
         source, where = _source(os.fspath(path), revision)
     given = peer_config(source)
+    # Before tensors are read, which takes long: a clone without LFS has pointers in the place of all files.
     for name in (*COPIED, *tokenizer_files.named_templates(source)):
         check_file(source / name)
     with tensors.Folder(source) as folder:
@@ -330,6 +331,7 @@ def grouped(pieces: Iterable[table.Piece], key: Callable[[table.Piece], str]) ->
 
 def _placed(found: _Weights) -> PyTree:
     """Our parameters on the local devices. One is made at a time, so the peak is the model and its largest parameter."""
+    # Divided over all devices: weights may be larger than one of them.
     mesh = make_mesh(MeshConfig(data=1, fsdp=-1))
     shardings, _ = parameter_shardings(state_lib.pure(logical_axes(found.model)), found.shapes, mesh)
     places = named(shardings)

@@ -121,6 +121,7 @@ def _export_imported(peer: AnyPath, imported: manifest.Manifest, loaded: LoadedR
                 name: (kind, shapes[first.get(names[name], names[name])]) for name, kind in content["tensors"].items()
             }
 
+            # The defaults bind the names of this file: the next turn of the loop has others.
             def make(
                 name: str,
                 kinds: Mapping[str, tuple[str, tuple[int, ...]]] = kinds,

@@ -101,7 +101,7 @@ def check_names(
 
 def _is_file(name: str, content: object) -> bool:
     """Whether this is an entry of the manifest: the name has no folder, and all else is text."""
-    return (
+    return (  # a name with a folder could write outside the folder of the export
         pathlib.PurePath(name).name == name
         and isinstance(content, dict)
         and content.keys() == {"metadata", "tensors"}

@@ -76,6 +76,7 @@ def pieces(rows: Iterable[Row], config: ModelConfig, shapes: Mapping[str, tuple[
         names = (row.peer,) if isinstance(row.peer, str) else row.peer
         for path, layer, n in _places(row, config):
             index = (*layer, *row.part)
+            # The shape of a part, from an array of that shape which takes no memory.
             shape = np.broadcast_to(np.empty(()), shapes[path])[index].shape
             covered[path] += 0 if row.copy else math.prod(shape)
             if n < row.first:

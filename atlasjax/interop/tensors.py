@@ -118,6 +118,7 @@ class Folder(contextlib.AbstractContextManager):
         said = f"{str(self.path)!r} has neither {FILE} nor {INDEX}."
         if len(parts) == 1 and all(numbered):
             (((start, count), numbers),) = parts.items()
+            # A name may claim any number of files.
             lacking = [n for n in range(1, min(int(count), 10**5) + 1) if n not in numbers]
             if not lacking:
                 self.notes = (f"there is no {INDEX}; the {len(found)} numbered files are all there",)
@@ -147,7 +148,7 @@ class Folder(contextlib.AbstractContextManager):
             raise ConfigError(f"{str(file)!r} is damaged or not of this format: {error}.") from None
         self._files[name] = opened
         self.metadata[name] = opened.metadata() or {}
-        for tensor in opened.offset_keys():
+        for tensor in opened.offset_keys():  # in the order of the content, which an export keeps
             if tensor in self.tensors:
                 raise ConfigError(f"tensor {tensor!r} is in {self.tensors[tensor].file!r} and in {name!r}.")
             described = opened.get_slice(tensor)

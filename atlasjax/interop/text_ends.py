@@ -69,7 +69,7 @@ def described(found: Found) -> str:
     """One line for people."""
     parts = []
     for kind, word in _KINDS.items():
-        named = {one.token: one.where for one in reversed(found[kind])}
+        named = {one.token: one.where for one in reversed(found[kind])}  # the first file that has it wins
         shown = [one.token for one in found[kind]] if kind == "eos" else [one.token for one in found[kind][:1]]
         texts = [f"{token} ({named[token]})" for token in dict.fromkeys(shown)]
         parts.append(f"{word} {', '.join(texts) or 'none'}")

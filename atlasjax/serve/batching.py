@@ -179,6 +179,7 @@ class Batcher:
         request = Request(np.zeros(sum(self.config.pieces) + 1, np.int32), 1, stop=("never found",), keep=True)
         if self.longest is not None and len(request.tokens) + 1 > self.longest:
             request = dataclasses.replace(request, tokens=request.tokens[: self.longest - 1])
+        # A request that uses every program: each piece once, a context at the end of the prompt, and one at the end of the text.
         self.submit(request, lambda event: None)
         while self.step():
             pass

@@ -178,6 +178,7 @@ class Responses:
 
     def _body(self, kind: str, content: Mapping[str, object], reason: str | None = None) -> dict[str, object]:
         choice = {"index": 0, "finish_reason": reason, "logprobs": None, **content}
+        # In the first body only: a stream has many.
         once, self._ignored = {"ignored": self._ignored} if self._ignored else {}, []
         return (
             self._about

@@ -79,6 +79,7 @@ def local(url: str, beside: Sequence[str] = ()) -> pathlib.Path:
     owner, _, inside = (rest if kind == "model" else after).partition("/")
     name, _, path = inside.partition("/")
     name, _, revision = name.partition("@")
+    # A revision has no slash, except those of pull requests and conversions.
     if revision == "refs":  # refs/pr/1, refs/convert/parquet
         more = path.split("/", 2)
         revision, path = "/".join(["refs", *more[:2]]), "".join(more[2:])

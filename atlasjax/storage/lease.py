@@ -107,6 +107,7 @@ class Lease:
         self, found: "tensorstore.KvStore.ReadResult", say: Callable[[str], None]
     ) -> "tensorstore.KvStore.ReadResult":
         runs, said = _described(found.value)
+        # A lease says itself how long it runs; a damaged one should not keep us waiting for ever.
         deadline = time.monotonic() + min(runs, 10 * self.seconds)
         say(f"{self._name}: its last job ({said}) did not end properly, or runs; waiting {runs:g} s to see.")
         while time.monotonic() < deadline:
@@ -194,6 +195,6 @@ def _store(folder: StorePath) -> "tensorstore.KvStore":
         "driver": "gcs",
         "bucket": folder.bucket,
         "path": f"{folder.key}/" if folder.key else "",
-        "context": {"gcs_request_retries": {"max_retries": 6}},
+        "context": {"gcs_request_retries": {"max_retries": 6}},  # by default it retries for longer than a lease runs
     }
     return tensorstore.KvStore.open(spec).result()

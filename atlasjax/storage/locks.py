@@ -30,6 +30,7 @@ def take(path: pathlib.Path) -> IO[str]:
       HeldError: another process holds it.
       OSError: the file cannot be created, or the file system has no locks.
     """
+    # O_NONBLOCK: a FIFO or a device of this name must not make it wait.
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     file = open(descriptor, "r+", errors="replace")  # noqa: SIM115
     try:
@@ -37,7 +38,7 @@ def take(path: pathlib.Path) -> IO[str]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise HeldError(" ".join(file.read(200).split()) or "an unknown process") from None
-        if file.read(200) != f"{owner()}\n":
+        if file.read(200) != f"{owner()}\n":  # a process that takes its lock again changes no file
             file.seek(0)
             file.truncate()
             file.write(f"{owner()}\n")

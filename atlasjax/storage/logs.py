@@ -91,7 +91,7 @@ class PartsLog:
         if time.monotonic() - self._last >= _SECONDS:
             try:
                 self.commit()
-            except StoreError:
+            except StoreError:  # the lines are kept; the next try is a minute later
                 self._last = time.monotonic()
 
     def commit(self) -> None:

@@ -124,6 +124,7 @@ class StorePath:
         """Files and folders directly in the folder, sorted."""
         with self._explained():
             found = self._fs.ls(self._path, detail=False)
+        # Some stores list the folder itself among its files.
         yield from sorted(self / name for name in {one.rstrip("/").rpartition("/")[2] for one in found} - {self.name})
 
     def files(self) -> list["StorePath"]:
@@ -197,7 +198,7 @@ class StorePath:
 
     def _below(self, name: str, info: dict[str, Any]) -> "StorePath":
         found = StorePath(self._url + name.removeprefix(self._path))
-        found._size = info.get("size")
+        found._size = info.get("size")  # a listing has the sizes: no request for each file
         return found
 
     @functools.cached_property

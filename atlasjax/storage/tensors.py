@@ -44,7 +44,7 @@ def encoded(
         start, end = end, end + math.prod(shape) * DTYPES[dtype].itemsize
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # so that tensors are aligned where the file is mapped
     yield struct.pack("<Q", len(text)) + text
     for name, (dtype, shape) in tensors.items():
         array = make(name)

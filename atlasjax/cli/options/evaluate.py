@@ -130,7 +130,7 @@ def read(arguments: Sequence[str]) -> EvaluateCommand:
         value = getattr(command, name)
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}; it should be at least 1.")
-    named = {argument.partition("=")[0] for argument in arguments}
+    named = {argument.partition("=")[0] for argument in arguments}  # an option may be given without a value
     if "--text" in named and not command.text:
         raise ConfigError("--text is empty; it needs at least one file or folder.")
     for name in ("encoding", "errors"):
