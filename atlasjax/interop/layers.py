@@ -50,9 +50,9 @@ def attention_rows(names: Names, config: ModelConfig, mixers: Sequence[str] = ("
     row = rows_of(names, mixers)
     found = []
     for name, part in ranges({"q": queries, "k": sizes.key_dim, "v": sizes.value_dim}):
-        found.append(row(f"{name}_proj.weight", "attention.inputs.kernel", "(h k) d -> d h k", part))
+        found.append(row(f"{name}_proj.weight", "attention.inputs.kernel", "(h k) d -> d h k", (..., part)))
         if given.bias:
-            found.append(row(f"{name}_proj.bias", "attention.inputs.bias", "(h k) -> h k", part))
+            found.append(row(f"{name}_proj.bias", "attention.inputs.bias", "(h k) -> h k", (..., part)))
     if given.qk_norm != "none":
         found += [row(f"{name}_norm.weight", f"attention.{name}_norm.scale", "k -> k") for name in "qk"]
     found.append(row("o_proj.weight", "out.kernel", "d i -> i d"))
@@ -71,9 +71,9 @@ def input_rows(
     row = rows_of(names, (mixer,))
     found = []
     for name, part in ranges({name: sizes[name] for name in inputs}):
-        found.append(row(f"{name}_proj.weight", "inputs.linear.kernel", "(h k) d -> d h k", part))
+        found.append(row(f"{name}_proj.weight", "inputs.linear.kernel", "(h k) d -> d h k", (..., part)))
         if convolved and name != "g":
-            found.append(row(f"{name}_conv1d.weight", "inputs.conv.kernel", "(h k) (1) w -> w h k", part))
+            found.append(row(f"{name}_conv1d.weight", "inputs.conv.kernel", "(h k) (1) w -> w h k", (..., part)))
     return found
 
 
@@ -97,11 +97,11 @@ def rows_of(names: Names, mixers: Sequence[str]) -> Callable[..., Row]:
     return row
 
 
-def ranges(sizes: Mapping[str, int]) -> Iterator[tuple[str, Index]]:
-    """The last axis of our `inputs`, in which these lie one after another: each name and the index of its part."""
+def ranges(sizes: Mapping[str, int]) -> Iterator[tuple[str, slice]]:
+    """Each name with its part of the last axis of our `inputs`, where these lie one after another."""
     start = 0
     for name, size in sizes.items():
-        yield name, (..., slice(start, start + size))
+        yield name, slice(start, start + size)
         start += size
 
 

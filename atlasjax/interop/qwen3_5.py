@@ -63,14 +63,14 @@ def _delta_rows(config: ModelConfig) -> list[Row]:
     found = []
     *joined, (_, gate) = ranges({"q": key, "k": key, "v": values, "g": values})
     for _, part in joined:
-        taken = part[-1].start * config.num_heads, part[-1].stop * config.num_heads
+        taken = part.start * config.num_heads, part.stop * config.num_heads
         found += [
-            row("in_proj_qkv.weight", "inputs.linear.kernel", "(h k) d -> d h k", part, taken),
-            row("conv1d.weight", "inputs.conv.kernel", "(h k) (1) w -> w h k", part, taken),
+            row("in_proj_qkv.weight", "inputs.linear.kernel", "(h k) d -> d h k", (..., part), taken),
+            row("conv1d.weight", "inputs.conv.kernel", "(h k) (1) w -> w h k", (..., part), taken),
         ]
     return [
         *found,
-        row("in_proj_z.weight", "inputs.linear.kernel", "(h k) d -> d h k", gate),
+        row("in_proj_z.weight", "inputs.linear.kernel", "(h k) d -> d h k", (..., gate)),
         *gate_rows(_in_delta, "in_proj_{}"),
         row("norm.weight", "norm.scale", "k -> k"),
         row("out_proj.weight", "out.kernel", "d i -> i d"),
