@@ -104,12 +104,8 @@ def _sizes(config: TrainConfig) -> dict[str, str]:
         "state per sequence": _size(numbers["state_bytes_per_sequence"]) + (f" at {length:,} tokens" if grows else ""),
         "forward FLOPs per token": f"{forward_flops_per_token(config):.3g}",
         "at sequence length": f"{length:,}",
-        **(_against_attention(config) if _is_cached(model) else {}),
+        **(_against_attention(config) if has_memory(model) and model.memory.caching is not None else {}),
     }
-
-
-def _is_cached(model: ModelConfig) -> bool:
-    return has_memory(model) and model.memory.caching is not None
 
 
 def _against_attention(config: TrainConfig) -> dict[str, str]:

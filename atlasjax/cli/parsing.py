@@ -153,16 +153,8 @@ def pop_option(arguments: Sequence[str], name: str) -> tuple[str | None, list[st
     return value, rest
 
 
-_PARTS = (
-    "rule",
-    "mixer",
-    "source",
-    "name",
-    "schedule",
-    "implementation",
-    "add-memory",
-    "trackers",
-)  # options that name one of your own
+# Options that may name a part of your own.
+_PARTS = ("rule", "mixer", "source", "name", "schedule", "implementation", "add-memory", "trackers")
 
 
 def admit_given(arguments: Sequence[str]) -> None:

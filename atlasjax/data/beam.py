@@ -34,9 +34,8 @@ from atlasjax.data.windows import token_dtype, with_sizes
 
 _PIECE = 2**20  # most tokens of an element: runners have limits of some megabytes
 _Wanted = tuple[str, np.ndarray, np.ndarray]  # a final file, and places in its split and documents of a part
-_Piece = tuple[
-    int, int, bytes, bytes
-]  # a document's place, the number of a piece of it, its ids, and the bytes of each
+# A document's place, the number of a piece of it, its ids, and the bytes of each.
+_Piece = tuple[int, int, bytes, bytes]
 
 
 def prepare_on_beam(

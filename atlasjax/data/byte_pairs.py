@@ -23,9 +23,8 @@ from atlasjax.data.tokenizer_base import (
 _MAX_IDS = 16  # times the number of tokens bounds the ids: vocabulary tables have a row per id
 _MOST_TOKENS = 2**20  # memory for all of them is allocated before the first merge
 _BYTES = 256
-_IN_NO_TEXT = {
-    chr(byte) for byte in (0xC0, 0xC1, *range(0xF5, 0x100))
-}  # bytes that UTF-8 never has, as byte-level characters
+# Bytes that UTF-8 never has, as byte-level characters.
+_IN_NO_TEXT = {chr(byte) for byte in (0xC0, 0xC1, *range(0xF5, 0x100))}
 
 
 class BpeTokenizer(WithControl):

@@ -363,17 +363,8 @@ def _attention(config: ModelConfig) -> dict[str, object]:
     return found | {"attention_sizes": sizes, "attention.rope_dim": given.rope_dim or sizes.key_dim}
 
 
+# What decides the function of every model.
 _ALWAYS = (
-    "vocab_size",
-    "dim",
-    "num_layers",
-    "pattern",
-    "caching",
-    "ffn",
-    "blocks",
-    "norm",
-    "embedding_norm",
-    "positions",
-    "tie_embeddings",
-    "norm_eps",
-)
+    "vocab_size", "dim", "num_layers", "pattern", "caching", "ffn", "blocks", "norm", "embedding_norm", "positions",
+    "tie_embeddings", "norm_eps",
+)  # fmt: skip

@@ -36,10 +36,8 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 }  # fmt: skip
 """Fields that would change the answer. They are accepted only with a value that changes nothing."""
 
-_UNUSED = {
-    "tools": "tool_choice",
-    "functions": "function_call",
-}  # with "none" for the second, the first may not be used
+# With "none" for the second, the first may not be used.
+_UNUSED = {"tools": "tool_choice", "functions": "function_call"}
 STREAM_OPTIONS = ("include_usage", "include_obfuscation")
 _WORDS = {
     str: "a string",
