@@ -34,7 +34,7 @@ def from_dict(cls: type[C], values: Mapping[str, object], file: str | None = "a 
       cls: the dataclass to build.
       values: field name → JSON value. Missing fields keep their defaults.
       file: what the values are from, for the line that says what is imported. None: from another process of this program, whose
-        names of objects are resolved; those of a file only if they are trusted (`atlasjax.trusted`).
+        names of objects are resolved; names in a file only if they are trusted (`atlasjax.trusted`).
 
     Raises:
       ValueError: an unknown field (the message suggests the closest one), a missing field without a default, a value of the wrong

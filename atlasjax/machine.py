@@ -20,7 +20,7 @@ def machine_memory() -> int:
 
 
 def available_bytes() -> int | None:
-    """Memory in bytes of one of this process's devices. CPU devices share that of the machine. None if unknown."""
+    """Memory in bytes of one of this process's devices. CPU devices share the memory of the machine. None if unknown."""
     import jax
 
     devices = jax.local_devices()

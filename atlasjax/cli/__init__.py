@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command.
 
     Args:
-      arguments: command-line arguments. None means those of this process.
+      arguments: command-line arguments. None means the arguments of this process.
 
     Returns:
       The exit code: 0; 1 if a run failed; 2 if the request is invalid; 70 for an unexpected error; 75 if another process of the run

@@ -41,7 +41,7 @@ _OTHER_NAMES = {name: option for option, names in _NAMES_ELSEWHERE.items() for n
 def option_name(field: "dataclasses.Field[object]", kind: object) -> str:
     """The name of the option of a field of this type, as tyro gives it; "" if its own options stand in its place."""
     named = (one.name for one in getattr(kind, "__metadata__", ()) if getattr(one, "name", None) is not None)
-    return next(named, field.name.replace("_", "-"))  # the first is that of tyro.conf.arg(name=…)
+    return next(named, field.name.replace("_", "-"))  # the first comes from tyro.conf.arg(name=…)
 
 
 def _options(cls: type, prefix: str = "") -> Iterator[tuple[str, str | None]]:

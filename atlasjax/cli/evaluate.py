@@ -55,7 +55,7 @@ def run(command: EvaluateCommand) -> None:
 
 
 def _run_tasks(command: EvaluateCommand) -> None:
-    """Runs the tasks: those of lm-eval, then those that are generated here."""
+    """Runs the tasks: first tasks of lm-eval, then tasks that are generated here."""
     options = command.harness
     ours = [name for name in options.tasks if is_long_context(name)]
     others = tuple(name for name in options.tasks if not is_long_context(name))
@@ -99,7 +99,7 @@ def _loaded(command: EvaluateCommand) -> LoadedRun:
 
 
 def _texts(command: EvaluateCommand, config: TrainConfig) -> dict[str, DataConfig]:
-    """The texts to evaluate on, by name: that of --text, or the run's held-out text and its evaluation sets."""
+    """The texts to evaluate on, by name: the text of --text, or the run's held-out text and its evaluation sets."""
     if command.text:
         return {"": _given_text(command, config)}
     sets = {name: text_data(config.data, paths) for name, paths in parse_sets(config.evaluation_sets).items()}

@@ -28,7 +28,7 @@ _BYTES_OF_TOKEN = 16  # at least, of its text and its id while a prompt is made
 
 
 def is_long_context(name: str) -> bool:
-    """Whether a task is one of these: by its name, or "package.module:object". All others are those of lm-eval."""
+    """Whether a task is one of these: by its name, or "package.module:object". All others are tasks of lm-eval."""
     return name in TASKS or (":" in name and not name.endswith((".yaml", ".yml")))
 
 

@@ -173,7 +173,7 @@ def _is_file(name: str) -> bool:
 
 
 def _manager(options: TaskOptions) -> Any:
-    """Knows the tasks of the given folders, and those of lm-eval where they are asked for: reading all of them takes seconds."""
+    """Knows the tasks of the given folders, and all of lm-eval only if one is asked for: reading them takes seconds."""
     from lm_eval.tasks import TaskManager
 
     folders = list(options.include_path)

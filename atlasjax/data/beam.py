@@ -2,7 +2,7 @@
 
 The first one tokenizes the parts of the source, one element each. The second one deals their documents to the final files, in the
 order that one machine would give them: what a final file needs of a part is looked up by the file, grouped by the part, read there
-once, and grouped by the file. The tokens, their order and the manifest are those of one machine.
+once, and grouped by the file. One machine would make the same tokens, order and manifest.
 
 A finished part or file has its description (.json) beside it and is not made again. A file is written elsewhere and put in its
 place whole, so that an attempt that a runner repeats, or makes twice at the same time, does no harm.

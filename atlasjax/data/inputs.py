@@ -1,6 +1,6 @@
 """Splits a source into parts that can be read independently, with documents read in pieces. Nothing is in memory as a whole.
 
-Used by `prepare`. The documents and the training/validation split are those of `load_documents`.
+Used by `prepare`. The documents and the training/validation split are the same as of `load_documents`.
 """
 
 import dataclasses

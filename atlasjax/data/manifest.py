@@ -101,7 +101,7 @@ def read_manifest(folder: AnyPath) -> Manifest:
 
 
 def _checked(file: TokenFile) -> TokenFile:
-    """Raises TypeError if a description has another form than `TokenWriter` gives it: its name is that of a file in the folder."""
+    """Raises TypeError if a description has another form than `TokenWriter` gives it: its name is a file's in the folder."""
     *numbers, ends, sizes = dataclasses.astuple(file)[1:]
     numbers += [number for number in (ends, sizes) if number is not None]
     is_name = isinstance(file.name, str) and file.name not in ("", ".", "..") and not {"/", "\\", "\0"} & set(file.name)

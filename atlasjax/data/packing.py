@@ -168,7 +168,7 @@ class TextTokens:
 
 
 class Readers(grain.IterDataset):
-    """Batches whose rows are those of several readers, one after another. The position has one entry for each."""
+    """Batches with the rows of several readers, one after another. The position has one entry for each."""
 
     def __init__(self, readers: dict[int, TokenRows]):
         super().__init__()
@@ -178,7 +178,7 @@ class Readers(grain.IterDataset):
         return _ReadersIterator(self.readers)
 
 
-_Position = dict[str, dict[str, dict[str, int]]]  # "readers" → number → that of a reader
+_Position = dict[str, dict[str, dict[str, int]]]  # "readers" → number → position of a reader
 
 
 class _ReadersIterator(grain.DatasetIterator):

@@ -92,7 +92,7 @@ class BatchIterator(Iterator[Batch]):
 
 
 def merge_positions(positions: Sequence[Position | None]) -> Position | None:
-    """The position of a whole job, from those of its processes (`BatchIterator.get_state`), for any number of processes.
+    """The position of a whole job, from the positions of its processes (`BatchIterator.get_state`), for any number of processes.
 
     Raises:
       ValueError: they are not positions of the processes of one job.

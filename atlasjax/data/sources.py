@@ -102,7 +102,7 @@ def open_documents(config: DataConfig, *, separate: bool) -> Documents:
 
 
 class _Sequence:
-    """A user's sequence of strings as `Documents`. Missing attributes default to those of texts in memory."""
+    """A user's sequence of strings as `Documents`. Missing attributes are as of texts in memory."""
 
     def __init__(self, source: str, texts: Sequence[str]):
         self._source, self._texts = source, texts

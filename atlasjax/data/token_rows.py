@@ -56,7 +56,7 @@ class TokenRows(grain.IterDataset):
 
     A row holds at most `max_segments` - 1 documents (or pieces of documents), with segment ids 1, 2, … Padding at its end has
     segment id 0, token ids 0 and weights 0. A batch is {"inputs", "targets", "segment_ids": int32 [B, T], "weights": float32
-    [B, T]}, and with `sized` also {"bytes": int32 [B, T]}, those of the targets. Every token is an input once, and every token but
+    [B, T]}, and with `sized` also {"bytes": int32 [B, T]}, of the targets. Every token is an input once, and every token but
     the first of its document a target of weight 1 once.
 
     Args:

@@ -73,7 +73,7 @@ class Tokenizer(Protocol):
         """Return the token ids of `text`, and below them how many of its UTF-8 bytes each represents, int32 [2, num_tokens].
 
         The bytes sum to those of the text, unless it has no token (spaces, where a tokenizer drops them). Where a tokenizer changes
-        the text first, they are those of the text as it was given: a token ends where the text it was made from ends, and begins
+        the text first, the bytes of the given text count: a token ends where the text it was made from ends, and begins
         where the one before it ends. Raises as `encode`.
         """
         ...

@@ -38,7 +38,7 @@ def make_tokenizer(config: DataConfig, texts: Iterable[str] | None = None) -> To
 
     Args:
       config: which tokenizer, and the data.
-      texts: documents of the training split, read as far as needed. None opens those of `config`.
+      texts: documents of the training split, read as far as needed. None opens the documents of `config`.
 
     Raises:
       ValueError: the kind is unknown or the file is unusable. If a BPE is trained, as `load_documents`. With source `prepared`: the

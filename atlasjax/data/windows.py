@@ -83,7 +83,7 @@ class Windows:
     weights are added until the number of windows is a multiple of `multiple`.
 
     An item is {"inputs": int32 [T], "targets": int32 [T], "weights": float32 [T]}, and for a stream with bytes also
-    {"bytes": int32 [T]}, those of the targets.
+    {"bytes": int32 [T]}, of the targets.
     """
 
     def __init__(self, tokens: TokenStream, sequence_length: int, multiple: int = 1):

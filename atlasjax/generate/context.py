@@ -24,7 +24,7 @@ class Context:
 
     Attributes:
       cache: as `LanguageModel.extend` returns it, every leaf [repetitions, batch, …].
-      logits: those of the next token, float32 [batch, vocab_size].
+      logits: of the next token, float32 [batch, vocab_size].
       seen: which tokens the text has, bool [batch, vocab_size] (NumPy).
       num_tokens: number of tokens read, int32 [batch] (NumPy).
       max_length: number of tokens for which the cache has room. It matters only if a mixer keeps every token.
@@ -85,7 +85,7 @@ class Context:
 def read(
     model: LanguageModel, prompt: ArrayLike, *, context: Context | None = None, max_length: int | None = None
 ) -> Context:
-    """Reads text, after that of a context if one is given.
+    """Reads text, after the text of a context if one is given.
 
     Args:
       model: a `LanguageModel`.

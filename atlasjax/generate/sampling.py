@@ -152,7 +152,7 @@ class RowSampling(NamedTuple):
 
     @classmethod
     def of(cls, configs: Sequence[SamplingConfig], vocab_size: int) -> "RowSampling":
-        """The arrays (NumPy) of one config per row. vocab_size: that of the logits."""
+        """The arrays (NumPy) of one config per row. vocab_size: of the logits."""
         rows = [
             (
                 min(c.temperature, _LARGEST),

@@ -82,7 +82,7 @@ class TextStream:
         return found
 
     def _text(self) -> str:
-        """The text of the tokens, after that of those before them."""
+        """The text of the tokens, without the text of the tokens before them."""
         before = self._tokenizer.decode(self._before) if self._before else ""
         text = self._tokenizer.decode(self._before + self._tokens)
         # A character that was incomplete before them belongs to it.

@@ -107,7 +107,7 @@ def import_weights(
         the name of such a repository on the Hugging Face Hub, "owner/name", whose files are downloaded into the Hub's cache.
       run_dir: the run's folder, a local one that must not exist.
       tokenizer: as `DataConfig.tokenizer`, for weights without a tokenizer beside them. None: tokenizer.json or tokenizer.model.
-      dtype: dtype of activations, "float32" or "bfloat16". None: that of config.json, or else of
+      dtype: dtype of activations, "float32" or "bfloat16". None: the one in config.json, or else of
         the weights; float32 for float16.
       revision: a branch, tag or commit of the repository. None: the main branch.
 
@@ -151,7 +151,7 @@ def import_weights(
 
 
 def _save_run(folder: pathlib.Path, config: TrainConfig, found: _Weights, fingerprint: str) -> None:
-    """Writes the config of a run, and its checkpoint of step 0. fingerprint: that of the tokenizer."""
+    """Writes the config of a run, and its checkpoint of step 0. fingerprint: the tokenizer's."""
     write_whole(folder / "config.json", (json.dumps(to_dict(config), indent=2) + "\n").encode())
     state = state_lib.TrainState(_placed(found), None, jax.random.key(config.seed), jnp.zeros((), jnp.int32))
     with Checkpoints(folder / "checkpoints", config.keep) as checkpoints:
@@ -255,7 +255,7 @@ def _plain(
 
 
 def _model(family: Family, given: Mapping[str, object], folder: tensors.Folder) -> ModelConfig:
-    """Our config. Without a dtype in config.json, that of most numbers in the files is the dtype of activations."""
+    """Our config. Without a dtype in config.json, activations have the dtype of most numbers in the files."""
     if given_dtype(given) is None:
         sizes = collections.Counter[str]()
         for name, tensor in folder.tensors.items():
@@ -277,7 +277,7 @@ def _shapes(form: str, model: ModelConfig) -> PyTree:
 def _checked(
     pieces: list[table.Piece], folder: tensors.Folder, extra: frozenset[str], family: Family
 ) -> list[table.Piece]:
-    """The pieces with the names that the files have, those of missing copies left out. `extra`: names of tensors without a piece.
+    """The pieces with the names that the files have, without missing copies. `extra`: names of tensors without a piece.
 
     Raises:
       ConfigError: tensors are missing, unknown, of another shape or dtype, or a copy is not what it repeats.

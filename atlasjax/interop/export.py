@@ -93,7 +93,7 @@ def _export_own(run: AnyPath, loaded: LoadedRun, target: pathlib.Path) -> Conver
 
 
 def _ids(ends: TextEnds) -> dict[str, object]:
-    """The ids in config.json. Without them a peer takes those of its class, which are ordinary tokens here."""
+    """The ids in config.json. Without them a peer takes the ids of its class, which are ordinary tokens here."""
     end = ends.ends[0] if len(ends.ends) == 1 else list(ends.ends) or None
     return {"bos_token_id": ends.begin, "eos_token_id": end, "pad_token_id": ends.pad}
 
@@ -178,7 +178,7 @@ def _form_of(model: ModelConfig) -> tuple[Family, dict[str, object]]:
 
 
 def _check_form(family: Family, model: ModelConfig, given: Mapping[str, object], sizes: Sizes) -> None:
-    """Raises ConfigError if the form that a config.json describes is not that of the model."""
+    """Raises ConfigError if the form that a config.json describes is not the form of the model."""
     differences = family.differences(model, given, sizes)
     if differences:
         raise _cannot_have(family, differences)

@@ -60,7 +60,7 @@ class Fields:
     Args:
       given: the content of the file.
       name: the family, for error messages.
-      sizes: those of the files beside it.
+      sizes: limits from the files beside it.
 
     Raises:
       ConfigError: by every method, if a field has a value that the family cannot have here.
@@ -274,7 +274,7 @@ class Family:
         by `to_ours`, which must give our config again.
       rows: our config → the table.
       matters: the fields and properties of our config ("ssm.expand" is one inside it) that decide what this family computes,
-        besides those of every model.
+        besides the fields that matter in every model.
       kept: beginnings of the names of tensors that are no part of the language model. They are kept with the run, and exported
         unchanged.
       unused: patterns of the names of tensors that older versions have and that change nothing. Kept and exported in the same way.

@@ -1,6 +1,6 @@
 """Rearrangement of arrays by a pattern, forwards and backwards.
 
-A pattern "(h k) d -> d h k" names the axes of the peer's tensor on the left and those of our array on the right. A group in
+A pattern "(h k) d -> d h k" names the axes of the peer's tensor on the left and the axes of our array on the right. A group in
 parentheses is one axis of the peer's tensor, and "1" is an axis of size one that our array does not have.
 """
 
@@ -18,7 +18,7 @@ def _parse(pattern: str) -> tuple[list[list[str]], list[str]]:
 
 
 def peer_shape(pattern: str, shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape of the peer's tensor, from that of our array."""
+    """The shape of the peer's tensor, from the shape of our array."""
     groups, ours = _parse(pattern)
     sizes = dict(zip(ours, shape, strict=True))
     return tuple(math.prod(sizes[name] for name in group) for group in groups)

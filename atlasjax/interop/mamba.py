@@ -16,7 +16,7 @@ _FIRST, _SECOND = (slice(None), 0), (slice(None), 1)  # of the two parts of `inp
 
 
 def mamba_rows(config: ModelConfig) -> list[Row]:
-    """The table of Mamba. The rows of `in_proj` are x, z; those of `x_proj` Δ, B, C, as in our `selection`."""
+    """The table of Mamba. The rows of `in_proj` are x, z; the rows of `x_proj` are Δ, B, C, as in our `selection`."""
     inner = config.ssm.expand * config.dim
     x, z = (0, inner), (inner, 2 * inner)
     return [

@@ -65,12 +65,12 @@ def read(peer: AnyPath, families: Iterable[str]) -> Manifest | None:
 def check_names(
     peer: AnyPath, manifest: Manifest, pieces: Iterable[table.Piece], kept: Mapping[str, tensors.Tensor]
 ) -> None:
-    """Raises ConfigError if the names are not those of the tensors of a model and of those kept beside them.
+    """Raises ConfigError unless the names belong to the tensors of a model and to the tensors kept beside them.
 
     Args:
       peer: the folder of the manifest.
       manifest: what `read` gave.
-      pieces: those of the model's tensors, of whose names the manifest must have one; it may lack those of copies.
+      pieces: of the model's tensors. The manifest must have one name of each; it may lack copies.
       kept: the tensors that are no part of the language model, by name.
     """
     there: dict[str, str] = {}

@@ -18,7 +18,7 @@ def canonical(stored: Iterable[str], pieces: Iterable[Piece]) -> dict[str, str]:
 
     Args:
       stored: the names in the files.
-      pieces: those of the family's tensors.
+      pieces: of the family's tensors.
     """
     wanted = {name for piece in pieces for name in piece.names}
     bare = {name: ".".join(part for part in name.split(".") if part not in _WRAPPERS) for name in stored}

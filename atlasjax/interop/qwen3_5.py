@@ -57,7 +57,7 @@ def rows(config: ModelConfig) -> list[Row]:
 
 
 def _delta_rows(config: ModelConfig) -> list[Row]:
-    """The rows of `in_proj_qkv` and the channels of `conv1d` are those of all queries, then all keys, then all values."""
+    """`in_proj_qkv` and `conv1d` have the rows of all queries, then of all keys, then of all values."""
     row = rows_of(_in_delta, _DELTA)
     key, values = config.resolved_head_dim, config.value_heads // config.num_heads * config.value_dim
     found = []

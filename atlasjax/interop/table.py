@@ -19,7 +19,7 @@ class Row:
     """One line of a table.
 
     Attributes:
-      peer: name of the peer's tensor; "{n}" stands for the number of the layer. Several names are those that different versions of
+      peer: name of the peer's tensor; "{n}" stands for the number of the layer. Several names come from different versions of
         the peer give the same tensor, the newest first.
       ours: path of our parameter, as in the nested dict of the parameters; those of a layer start with "layers.", and the row
         is about one layer.
@@ -134,7 +134,7 @@ def peer_tensor(
     """One of the peer's tensors.
 
     Args:
-      shape, dtype: those of the tensor.
+      shape, dtype: of the tensor.
       own: its pieces.
       params: path → our array.
     """

@@ -43,7 +43,7 @@ class Folder(contextlib.AbstractContextManager):
       notes: lines for people about the folder.
 
     Raises:
-      ConfigError: there are no safetensors, a file is missing or damaged, or the index is not that of the files.
+      ConfigError: there are no safetensors, a file is missing or damaged, or the index does not fit the files.
     """
 
     def __init__(self, path: pathlib.Path):

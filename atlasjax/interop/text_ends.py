@@ -89,7 +89,7 @@ def find(folder: AnyPath, definition: AnyPath | None = None, vocab_size: int | N
     A name counts if the tokenizer has a token of that name. All ids that are found end a text; of the other kinds the first counts.
 
     Args:
-      folder: that of the weights.
+      folder: of the weights.
       definition: the file of the tokenizer: tokenizer.json, bpe.json or a SentencePiece model. None: there is none.
       vocab_size: number of the model's tokens, to which the ids must belong. None: not checked.
 
@@ -141,7 +141,7 @@ class Definition:
         self._file = file
 
     def ids(self) -> dict[str, object]:
-        """Text of a token → its id: added tokens and those of the model, or pieces of SentencePiece."""
+        """Text of a token → its id: added tokens and tokens of the model, or pieces of SentencePiece."""
         if self._pieces is not None:
             return {self._pieces.id_to_piece(i): i for i in range(self._pieces.vocab_size())}
         model = self._json.get("model")

@@ -70,7 +70,7 @@ def copy(source: AnyPath, target: pathlib.Path, names: Iterable[str]) -> None:
 
 
 def named_templates(folder: AnyPath) -> list[str]:
-    """The files of chat templates with names of their own (`serve.templates`), beside those of `NAMING`."""
+    """The files of chat templates with names of their own (`serve.templates`), beside the files of `NAMING`."""
     more = folder / "additional_chat_templates"
     names = sorted(file.name for file in more.iterdir() if file.name.endswith(".jinja")) if more.is_dir() else []
     return [f"{more.name}/{name}" for name in names]
@@ -84,7 +84,7 @@ def write(folder: pathlib.Path, run: AnyPath, tokenizer: Tokenizer, ends: TextEn
     Args:
       folder: where to.
       run: the run's folder.
-      tokenizer: that of the run.
+      tokenizer: the run's.
       ends: the tokens for the beginning and the end of texts and for padding.
     """
     peer, own = run / PEER, run / "tokenizer"

@@ -22,7 +22,7 @@ def check(folder: tensors.Folder, extra: frozenset[str], model: ModelConfig) -> 
       model: our config.
 
     Raises:
-      ConfigError: wavelengths are those of another base. The message has the base that is in the files.
+      ConfigError: wavelengths belong to another base. The message has the base that is in the files.
     """
     theta, size = model.attention.rope_theta, model.attention.rope_dim or model.attention_sizes.key_dim
     for name in sorted(extra):

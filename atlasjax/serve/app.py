@@ -61,7 +61,7 @@ class Service:
       tokenizer: has `encode`, `decode` and `vocab_size`.
       name: the name of the model.
       chat: the form of conversations.
-      memories: those of the conversations.
+      memories: of the conversations.
       limits: of a request.
       access: who may use it.
     """

@@ -78,7 +78,7 @@ class Batcher:
 
     @property
     def longest(self) -> int | None:
-        """Most tokens of a text, those of its context included; None if there is no limit."""
+        """Most tokens of a text, with its context; None if there is no limit."""
         limits = [self.config.room if self.slots.keeps_tokens else None, self.model.config.max_positions]
         return min((limit for limit in limits if limit is not None), default=None)
 

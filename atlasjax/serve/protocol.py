@@ -141,7 +141,7 @@ class Responses:
 
     Args:
       model: the name of the model.
-      chat: whether they are those of /v1/chat/completions.
+      chat: whether they answer /v1/chat/completions.
       ignored: fields of the request without effect. The first body says so.
       include_usage: whether the events of a stream have the numbers of tokens, which are null before the last.
     """

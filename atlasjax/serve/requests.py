@@ -28,7 +28,7 @@ class Tokenizes(Decodes, Protocol):
         ...
 
     def encode_controlled(self, text: str, /) -> np.ndarray:
-        """The token ids of a text in which names of control tokens are those tokens, except in what is `guarded`."""
+        """The token ids of a text in which names of control tokens are these tokens, except in `guarded` parts."""
         ...
 
 

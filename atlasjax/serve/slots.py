@@ -22,7 +22,7 @@ class SlotState(NamedTuple):
     """The content of the slots.
 
     Attributes:
-      logits: those of each slot's next token, float32 [slots, vocabulary].
+      logits: of each slot's next token, float32 [slots, vocabulary].
       cache: as `LanguageModel.extend` returns it, every leaf [repetitions, slots, …].
       seen: tokens that each text has, bool [slots, vocabulary].
     """
@@ -124,7 +124,7 @@ class Slots:
     def step(self, inputs: StepInputs) -> np.ndarray:
         """Samples a token in each active slot, or takes the forced one, and reads it.
 
-        Returns the tokens, int32 [slots]; those of slots that are not active have no meaning.
+        Returns the tokens, int32 [slots]; tokens of slots that are not active have no meaning.
         """
         return self._step(inputs, self.size_for(int(np.flatnonzero(inputs.active).max(initial=0)) + 1))
 

@@ -26,7 +26,7 @@ def snapshot(
 ) -> pathlib.Path:
     """The folder in the cache with files of a repository, which are downloaded if they are not there.
 
-    Without network the folder is that of an earlier download. With the environment variable HF_HUB_OFFLINE nothing is asked for.
+    Without network it is the folder of an earlier download. With the environment variable HF_HUB_OFFLINE nothing is asked for.
 
     Args:
       name: "owner/name".
@@ -79,7 +79,7 @@ def local(url: str, beside: Sequence[str] = ()) -> pathlib.Path:
     owner, _, inside = (rest if kind == "model" else after).partition("/")
     name, _, path = inside.partition("/")
     name, _, revision = name.partition("@")
-    # A revision has no slash, except those of pull requests and conversions.
+    # A revision has no slash, except revisions of pull requests and conversions.
     if revision == "refs":  # refs/pr/1, refs/convert/parquet
         more = path.split("/", 2)
         revision, path = "/".join(["refs", *more[:2]]), "".join(more[2:])

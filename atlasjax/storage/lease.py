@@ -71,7 +71,7 @@ class Lease:
     def __init__(self, store: "tensorstore.KvStore", name: str, owner: str, seconds: float):
         self.seconds = seconds
         self._store, self._name = store, name
-        self._token = uuid.uuid4().hex  # tells our own writes from those of others
+        self._token = uuid.uuid4().hex  # tells our own writes from others
         self._content = json.dumps({"owner": owner, "seconds": seconds, "token": self._token}).encode()
         self._generation = b""
         self._renewing = threading.Lock()

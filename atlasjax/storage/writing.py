@@ -83,7 +83,7 @@ def new_folder(path: pathlib.Path) -> Iterator[pathlib.Path]:
 
 @contextlib.contextmanager
 def temporary_folder(name: str) -> Iterator[pathlib.Path]:
-    """A folder for temporary files of this machine, removed at the end of the context; that of a killed process by the next one.
+    """A folder for temporary files of this machine, removed at the end of the context; a killed process leaves it to the next one.
 
     Args:
       name: what it is for.

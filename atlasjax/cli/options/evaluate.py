@@ -35,7 +35,7 @@ class TaskOptions:
     window: int | None = None
     """Tokens of a window of rolling perplexity. None: the training length; with --stream, the whole document."""
     prefix_token: int | None = None
-    """Token before documents and empty contexts. None: that of imported weights for the beginning of texts; else a line end."""
+    """Token before documents and empty contexts. None: the one of imported weights for the beginning of texts; else a line end."""
     apply_chat_template: bool = False
     """Asks in the form of a conversation, by the chat template that was imported with the weights."""
     log_samples: bool = False

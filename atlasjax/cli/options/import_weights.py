@@ -21,7 +21,7 @@ class ImportCommand:
     """"byte", "bpe:<path of a tokenizers JSON file>" or "sentencepiece:<path of a model>". None: tokenizer.json or
     tokenizer.model beside the weights."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Dtype of activations. None: that of config.json, or else of the weights; float32 for float16."""
+    """Dtype of activations. None: the dtype in config.json, or else of the weights; float32 for float16."""
     revision: str | None = None
     """Branch, tag or commit of a name on the Hub. None: the main branch."""
     trust: tuple[str, ...] = ()

@@ -37,7 +37,7 @@ class ServeCommand:
     token_file: str | None = None
     """File with the token that clients have to send. None: the variable ATLASJAX_SERVE_TOKEN, or no token."""
     name: str | None = None
-    """Name of the model. None: that of the run's folder."""
+    """Name of the model. None: the name of the run's folder."""
     batch: Annotated[BatchConfig, tyro.conf.arg(name="")] = dataclasses.field(default_factory=BatchConfig)
     limits: Annotated[Limits, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Limits)
     memories: str | None = None

@@ -20,7 +20,7 @@ _DESCRIPTION = """Trains a language model, or continues training the one in --ru
 Without arguments: preset atlas-tiny, on the Python language reference that comes with Python, a few minutes on a CPU. --preset
 chooses the model and the defaults of all other options; --help after it shows them. Without --preset, a --run-dir that holds a run
 gives the defaults: what that run was saved with. --init-from RUN starts a new run from the parameters of another one, which then
-gives the defaults. --config FILE replaces defaults by those of a file."""
+gives the defaults. --config FILE replaces defaults by values of a file."""
 
 
 @dataclasses.dataclass(frozen=True)
