@@ -34,6 +34,9 @@ from atlasjax import memory, rules
 from atlasjax.memory import limits
 from atlasjax.memory.fast_weights import step_sizes
 from experiments.rows import append_row, read_rows
+from experiments.stability.report import write_report
+from experiments.stability.settings import CANDIDATES, IN_TRAIN
+from experiments.stability.train import TEXTS_DIR, Case, run
 
 HERE = pathlib.Path(__file__).parent
 ROWS = HERE / "results" / "candidates.jsonl"
@@ -96,7 +99,7 @@ def unchanged(memory: Any, momentum: Any, origin: Any, factors: Any, gates: Any,
     return gates.step_size
 
 
-CANDIDATES: dict[str, tuple[memory.Bound | None, Callable | None]] = {
+_BOUNDS: dict[str, tuple[memory.Bound | None, Callable | None]] = {
     "paper": (None, None),
     "left_over": (memory.Bound(), None),
     "triangular": (memory.Bound(weight_norm=None), triangular),
@@ -104,13 +107,12 @@ CANDIDATES: dict[str, tuple[memory.Bound | None, Callable | None]] = {
     "share": (memory.Bound(weight_norm=None), share),
     "norm": (memory.Bound(weight_norm=8.0), unchanged),
 }
-IN_TRAIN = {"paper": False, "left_over": True}  # candidates whose runs `train.py` has, and its value of `bounded`
 
 
 @contextlib.contextmanager
 def candidate(name: str) -> Iterator[Callable[[Any], Any]]:
     """Context in which rules are bounded in this way. Yields a function that puts the matching `Bound` into a rule."""
-    bound, function = CANDIDATES[name]
+    bound, function = _BOUNDS[name]
     patch = mock.patch.object(step_sizes, "dual_steps", function) if function else contextlib.nullcontext()
     jax.clear_caches()
     with patch:
@@ -119,8 +121,6 @@ def candidate(name: str) -> Iterator[Callable[[Any], Any]]:
 
 
 def train_row(name: str, text: str, seed: int) -> dict[str, Any]:
-    from experiments.stability.train import TEXTS_DIR, Case, run
-
     with candidate(name) as bounded, mock.patch.object(rules, "REGISTRY", dict(rules.REGISTRY)):
         plain = rules.titans
 
@@ -254,8 +254,6 @@ def main() -> None:
                 append_row(options.rows, row)
                 print(row, flush=True)
     if options.rows == ROWS:
-        from experiments.stability.report import write_report
-
         write_report()
 
 

@@ -25,6 +25,7 @@ import time
 from typing import Any
 
 from experiments.rows import append_row, read_rows
+from experiments.stability.report import write_report
 
 HERE = pathlib.Path(__file__).parent
 ROWS = HERE / "results" / "read.jsonl"
@@ -198,8 +199,6 @@ def main() -> None:
                     append_row(options.rows, row)
                     print(row, flush=True)
     if options.rows == ROWS:
-        from experiments.stability.report import write_report
-
         write_report()
 
 

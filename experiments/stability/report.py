@@ -6,6 +6,7 @@ from collections import defaultdict
 from typing import Any
 
 from experiments.rows import read_rows
+from experiments.stability.settings import CANDIDATES, EVERY, IN_TRAIN, STEPS, TABLE_7_RATE, TOKENS
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 GATES = ("retention", "step_size", "momentum_decay")
@@ -68,8 +69,6 @@ def train_table(rows: list[dict[str, Any]]) -> str:
 
 
 def wide_table(rows: list[dict[str, Any]]) -> str:
-    from experiments.stability.wide import EVERY, STEPS, TABLE_7_RATE, TOKENS
-
     rate = lambda row: f"{row['times_the_rate'] * TABLE_7_RATE:g}"
     lines = [[row["preset"], rate(row), *_cells([row])] for row in rows]
     return (
@@ -120,8 +119,6 @@ def read_table(rows: list[dict[str, Any]]) -> str:
 
 def candidates_tables(rows: list[dict[str, Any]], trained: list[dict[str, Any]]) -> str:
     """trained: rows of `train.py`, which has the runs of two of the candidates."""
-    from experiments.stability.candidates import CANDIDATES, IN_TRAIN
-
     parts: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
         parts[row["task"]["part"]].append(row)

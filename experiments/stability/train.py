@@ -18,6 +18,7 @@ from typing import Any
 
 from experiments.rows import append_row, read_rows
 from experiments.stability import pairs
+from experiments.stability.report import write_report
 
 HERE = pathlib.Path(__file__).parent
 ROWS = HERE / "results" / "train.jsonl"
@@ -180,8 +181,6 @@ def main() -> None:
             append_row(options.rows, row)
             print(row, flush=True)
     if options.rows == ROWS:
-        from experiments.stability.report import write_report
-
         write_report()
 
 

@@ -16,14 +16,12 @@ from typing import Any
 
 from experiments.rows import append_row, read_rows
 from experiments.stability.report import write_report
+from experiments.stability.settings import EVERY, STEPS, TABLE_7_RATE, TOKENS
 from experiments.stability.train import keep_compiled_programs, watch
 
 ROWS = pathlib.Path(__file__).parent / "results" / "wide.jsonl"
 CONTROL = "transformer++"  # no memory: what attention does at these rates
 MODELS = ("titans", "omeganet", "atlas", "dla", "yaad", "ttt-mlp", "titans-mac", "gated-deltanet", CONTROL)
-TABLE_7_RATE = 1.5e-3
-STEPS, TOKENS = 200, 512
-EVERY = {"atlas": 16}  # tokens per write, where a write of every token (Newton–Schulz of each) takes too long on a CPU
 
 
 def config_of(name: str, factor: int) -> Any:

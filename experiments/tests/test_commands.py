@@ -1,5 +1,6 @@
-"""The options of the benchmarks' commands."""
+"""The options of the benchmarks' commands, and which files import each other."""
 
+import graphlib
 import json
 import os
 import pathlib
@@ -9,6 +10,7 @@ import sys
 import pytest
 
 from experiments.benchmarks import gpu_figure, sequence_parallel
+from tests.test_imports import ROOT, files_imported
 
 FOLDER = pathlib.Path(sequence_parallel.__file__).parent
 # `tpu_static.py` is a command only for its own child processes.
@@ -51,3 +53,12 @@ def test_the_gpu_figure_is_written_to_out(tmp_path, arguments, monkeypatch):
     gpu_figure.main()
     assert (tmp_path / "new" / "figure.png").read_bytes().startswith(b"\x89PNG")
     assert not (tmp_path / "default.png").exists()
+
+
+def test_no_circles_of_files():
+    """Those inside functions count, for they hide circles."""
+    graph = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): set(files_imported(path))
+        for path in (ROOT / "experiments").rglob("*.py")
+    }
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, with the files

@@ -55,7 +55,8 @@ def test_lines_of_whole_runs(monkeypatch):
 
 def test_training_of_candidates_takes_runs_that_train_has():
     tasks = [task for task in candidates.tasks() if task["part"] == "train"]
-    assert {task["candidate"] for task in tasks} | set(candidates.IN_TRAIN) == set(candidates.CANDIDATES)
+    assert {task["candidate"] for task in tasks} | set(candidates.IN_TRAIN) == set(candidates._BOUNDS)
+    assert tuple(candidates._BOUNDS) == candidates.CANDIDATES
     done = lambda loss: {"bits_per_byte": loss, "diverged_at": None}
     rows = [{"task": task, **done(3.0 + task["seed"] / 10)} for task in tasks if task["candidate"] == "share"]
     run = lambda preset, bounded, loss: {"preset": preset, "text": "embedded", "bounded": bounded, **done(loss)}

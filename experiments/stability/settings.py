@@ -1,0 +1,10 @@
+"""Settings of the stability experiments that their tables name as well."""
+
+# `wide.py`. A Table 7 has the rate.
+TABLE_7_RATE = 1.5e-3
+STEPS, TOKENS = 200, 512
+EVERY = {"atlas": 16}  # tokens per write, where a write of every token (Newton–Schulz of each) takes too long on a CPU
+
+# `candidates.py`: the bounds that were compared, and those whose runs `train.py` has, with its value of `bounded`.
+CANDIDATES = ("paper", "left_over", "triangular", "pivot", "share", "norm")
+IN_TRAIN = {"paper": False, "left_over": True}
