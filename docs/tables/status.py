@@ -9,6 +9,7 @@ from atlasjax import memory, rules
 from atlasjax.presets import rule_name
 from docs.tables.rules import PLATFORMS, supported
 from docs.tables.source import BENCHMARKS, ROOT, rows, table
+from experiments.rows import read_rows
 
 
 def tests_in(path: str) -> dict[str, list[ast.FunctionDef]]:
@@ -159,39 +160,41 @@ def status_proofs() -> str:
 
 
 def status_plans() -> str:
-    """Training steps compiled for pods and GPUs. Of repeated plans the last one counts."""
-    from experiments.benchmarks.plans import key
+    """Training steps compiled for pods and GPUs, counted. Of repeated plans the last one counts."""
+    from experiments.benchmarks.plans import key  # it sets flags of compilers for its process
 
     newest = {key(row): row for row in rows(BENCHMARKS / "plans.jsonl")}
-    lines = [
-        (
-            f"`{row['preset']}`" + (", packed documents" if row.get("packing") == "documents" else ""),
-            row["topology"],
-            row["implementation"],
-            _no_plan(row["error"]) if row.get("plan") is None else "yes" if row["fits"] else "no",
-            "" if row.get("plan") is None else f"{row['total_bytes'] / 2**30:.2f}",
+    lines = []
+    for devices in sorted({row["topology"] for row in newest.values()}):
+        here = [row for row in newest.values() if row["topology"] == devices]
+        planned = [row for row in here if row.get("plan") is not None]
+        largest = max(planned, key=lambda row: row["total_bytes"])
+        lines.append(
+            (
+                devices,
+                len({row["preset"] for row in planned}),
+                len(planned),
+                sum(row["fits"] for row in planned),
+                len(here) - len(planned),
+                f"{largest['total_bytes'] / 2**30:.2f} (`{largest['preset']}`, {largest['implementation']})",
+            )
         )
-        for _, row in sorted(newest.items())
-    ]
-    return table(("preset", "devices", "memories by", "fits", "GiB per device"), lines, right=(4,))
-
-
-def _no_plan(error: str) -> str:
-    reason = error.rpartition("Error: ")[2].removesuffix(".")
-    return "no plan: " + ("not supported by the kernels" if "implementation=" in error else reason)
+    head = ("devices", "presets", "plans", "that fit", "not planned", "most GiB per device")
+    return table(head, lines, right=(1, 2, 3, 4))
 
 
 def status_experiments() -> str:
     """Rows of each experiment."""
     lines = []
     for folder in sorted(path for path in (ROOT / "experiments").iterdir() if (path / "README.md").is_file()):
-        for file in sorted(folder.rglob("*.jsonl")):
-            found = rows(file)
+        files = {file.with_name(file.name.removesuffix(".gz")) for file in folder.rglob("*.jsonl*")}
+        for file in sorted(files):
+            found = read_rows(file)
             devices = sorted({str(row["device"]) for row in found if "device" in row})
             name = file.relative_to(ROOT / "experiments").as_posix()
             lines.append(
                 (
-                    f"[{folder.name}](../experiments/{folder.name}/README.md)",
+                    f"[{folder.name}](../{folder.name}/README.md)",
                     f"`{name}`",
                     len(found),
                     ", ".join(devices),

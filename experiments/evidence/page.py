@@ -1,4 +1,4 @@
-"""The tables of docs/evidence.md, which `python docs/generate.py` writes."""
+"""The tables of docs/evidence.md and of this folder's README.md, which `python docs/generate.py` writes."""
 
 import math
 from collections import Counter
@@ -10,6 +10,7 @@ from experiments.intervals import LEAST_SEEDS, Interval, runs_needed
 from experiments.orders import AT_CHANCE
 
 LANGUAGE = "bits per byte"
+DEPENDS = "depends on the setting"
 
 
 def verdict(lines: list[Line]) -> str:
@@ -20,7 +21,7 @@ def verdict(lines: list[Line]) -> str:
     if not decided:
         return "undecided"
     if len(decided) > 1:
-        return "depends on the setting"
+        return DEPENDS
     left = any(
         line.verdict in ("undecided", AT_CHANCE, NO_BETTER) and line.comparison.seeds >= LEAST_SEEDS for line in lines
     )
@@ -38,8 +39,8 @@ def distinct(lines: list[Line]) -> list[Line]:
 def summary() -> str:
     """One line for each direction. Lines with the same differences count once."""
     text = [
-        "| | direction | paper | verdict | comparisons: reproduced, refuted here, undecided | seeds | plots |",
-        "| ---: | --- | --- | --- | --- | ---: | --- |",
+        "| | direction | paper | verdict | comparisons: reproduced, refuted here, undecided | seeds |",
+        "| ---: | --- | --- | --- | --- | ---: |",
     ]
     for number, direction in enumerate(DIRECTIONS, 1):
         lines = direction.lines()
@@ -47,23 +48,36 @@ def summary() -> str:
         told = ", ".join(str(counts[name]) for name in ("reproduced", "refuted here", "undecided")) if lines else ""
         seeds = sorted({line.comparison.seeds for line in lines})
         spread = "" if not seeds else str(seeds[0]) if len(seeds) == 1 else f"{seeds[0]}–{seeds[-1]}"
-        used = [name for name in direction.experiments if any(line.source == name for line in lines)]
-        plots = ", ".join(f"[{name.replace('_', ' ')}]({EXPERIMENTS[name][1]})" for name in used)
         text.append(
-            f"| [{number}](#{number}) | {direction.name} | {direction.paper} | **{verdict(lines)}** | {told} | {spread} | {plots} |"
+            f"| {_link(number)} | {direction.name} | {direction.paper} | **{verdict(lines)}** | {told} | {spread} |"
         )
     return "\n".join(text) + "\n"
 
 
+def settings() -> str:
+    """One sentence for each direction that depends on the setting: on what."""
+    found = [(number, d) for number, d in enumerate(DIRECTIONS, 1) if verdict(d.lines()) == DEPENDS]
+    return "\n".join(f"- {_link(number)} **{d.name}.** {d.depends}" for number, d in found) + "\n"
+
+
+def _link(number: int) -> str:
+    return f"[{number}](../experiments/evidence/README.md#{number})"
+
+
+def commands() -> str:
+    """What measures the rows of each experiment."""
+    return "\n".join(["```sh", *(command for command, _ in EXPERIMENTS.values()), "```", ""])
+
+
 def details() -> str:
-    """Each direction with its comparisons, its power calculation and its commands."""
+    """Each direction with its comparisons, its power calculation and its plots."""
     return "\n".join(_section(number, direction) for number, direction in enumerate(DIRECTIONS, 1))
 
 
 def _section(number: int, direction: Direction) -> str:
     lines = direction.lines()
     text = [
-        f"### {number}. {direction.name} {{ #{number} }}\n",
+        f"## {number}. {direction.name} {{ #{number} }}\n",
         f"{direction.paper}. **{verdict(lines).capitalize()}.**",
     ]
     if note := direction.note():
@@ -78,8 +92,8 @@ def _section(number: int, direction: Direction) -> str:
         ]
         for part in filter(None, (_counted(lines), _power(lines))):
             text += [part, ""]
-    commands = [EXPERIMENTS[name][0] for name in direction.experiments]
-    text += ["```sh", *commands, "```", ""]
+    plots = (f"[{name.replace('_', ' ')}]({EXPERIMENTS[name][1]})" for name in direction.experiments)
+    text += [f"Plots and tables: {', '.join(plots)}.", ""]
     return "\n".join(text)
 
 

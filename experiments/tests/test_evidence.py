@@ -1,6 +1,6 @@
 """experiments/evidence: the verdict of a direction, the signs of the comparisons, and the page's parts.
 
-That docs/evidence.md is what the rows give is in tests/test_site.py, with the other generated pages.
+That the pages are what the rows give is in tests/test_site.py, with the other generated pages.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ def test_one_seed_has_no_interval_and_a_borrowed_power(monkeypatch):
     assert "| +0.020 bits per byte |  |  | 1 | 1,000 | undecided |" in text
     assert "by the spread of titans-tiny" in text
     assert "by their spread between seeds" in text
-    assert "python -m experiments.zoo.run" in text
+    assert "[zoo](../zoo/results/embedded.png)" in text
 
 
 def test_a_lower_loss_is_better(monkeypatch):
@@ -95,6 +95,15 @@ def test_each_direction_has_a_command_and_a_name(recorded):
         assert direction.experiments
         assert set(direction.experiments) <= set(EXPERIMENTS)
         assert {line.source for line in recorded[direction.name]} <= set(direction.experiments)
+
+
+def test_verdicts_that_depend_on_the_setting_say_on_what(recorded):
+    for direction in DIRECTIONS:
+        assert bool(direction.depends) == (page.verdict(recorded[direction.name]) == page.DEPENDS), direction.name
+
+
+def test_plots_of_experiments_are_there():
+    assert all((sources.ROOT / "experiments/evidence" / plot).resolve().is_file() for _, plot in EXPERIMENTS.values())
 
 
 def test_lines_test_the_claim_that_names_them(recorded):
