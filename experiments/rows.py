@@ -2,6 +2,7 @@
 
 import dataclasses
 import fcntl
+import gzip
 import hashlib
 import json
 import os
@@ -17,10 +18,15 @@ OWN_TEXTS = ("embedded", "books")  # names of the rows of texts that need no --t
 def read_rows(path: pathlib.Path) -> list[Row]:
     """The rows of a file, in order; [] if it is missing. A last line without its end, left by a killed run, is left out.
 
+    The rows of `NAME.jsonl.gz` come before those of `NAME.jsonl`: finished rows that are kept small. New ones are not written
+    there, so a command that was stopped goes on as without it.
+
     Raises:
       ValueError: another line is not JSON.
     """
-    text = path.read_text() if path.exists() else ""
+    packed = packed_path(path)
+    kept = gzip.decompress(packed.read_bytes()).decode() if packed.exists() else ""
+    text = kept + (path.read_text() if path.exists() else "")
     whole = text[: text.rfind("\n") + 1]
     if whole != text:
         print(f"{path}: the last line was cut short; it is removed and measured again.")
@@ -31,6 +37,11 @@ def read_rows(path: pathlib.Path) -> list[Row]:
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}, line {number} is not JSON: {error}.") from None
     return rows
+
+
+def packed_path(path: pathlib.Path) -> pathlib.Path:
+    """Where the finished rows of a file are if they are packed: `gzip -9n NAME.jsonl` makes it."""
+    return path.with_name(f"{path.name}.gz")
 
 
 def append_rows(path: pathlib.Path, rows: Iterable[Row]) -> None:
@@ -94,19 +105,3 @@ def text_identity(paths: Sequence[str]) -> str:
     files = [pathlib.Path(path) for path in paths]
     digest = hashlib.sha256(b"".join(hashlib.sha256(file.read_bytes()).digest() for file in files)).hexdigest()
     return f"{text_name(paths)}, sha256 {digest[:16]}"
-
-
-def commands_of_paper(command: str, names: Sequence[str], out: str, size: str = "paper") -> list[str]:
-    """Lines with the commands of a size as large as the paper's: of one accelerator, and of two hosts with half of the models each.
-
-    Each host writes to a folder of its own: hosts may share a file system without sharing its locks.
-    """
-    parts = [part for part in (names[::2], names[1::2]) if part]
-    each = [f"    {command} --models {' '.join(part)} --out {out}/host-{host}" for host, part in enumerate(parts)]
-    return [
-        "One accelerator, row by row:",
-        f"    {command} --out {out}",
-        "Two hosts, each with its own models and its own folder; then their rows in one file:",
-        *each,
-        f"    cat {out}/host-*/{size}.jsonl > {out}/{size}.jsonl",
-    ]

@@ -9,11 +9,11 @@ the trained base with 1 to 7 Newton–Schulz steps in the memory (A §5). Rows a
 skipped.
 """
 
-import argparse
 import dataclasses
 import pathlib
 from typing import Any
 
+from experiments import command, pages
 from experiments.rows import append_row, by_model, rows_of_recipe
 from experiments.zoo.training import Recipe, held_out, measure
 
@@ -87,11 +87,7 @@ def table(rows: dict[str, dict[str, Any]], recipe: Recipe) -> str:
 
 def plot(rows: dict[str, dict[str, Any]], path: pathlib.Path) -> None:
     """Bars of the variants, the window sweep, and the Newton–Schulz sweep."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(13, 4), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = pages.figure(13, 4)
     bars, windows, steps = figure.subplots(1, 3, width_ratios=[1.6, 1, 1])
     names = [name for name in VARIANTS if name in rows]
     values = [rows[name]["bits_per_byte"] for name in names]
@@ -114,11 +110,9 @@ def plot(rows: dict[str, dict[str, Any]], path: pathlib.Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command.options(__doc__, HERE / "results")
     parser.add_argument("--only", nargs="+", metavar="VARIANT", default=list(VARIANTS))
-    parser.add_argument("--out", type=pathlib.Path, default=HERE / "results")
     parser.add_argument("--steps", type=int, default=Recipe.steps)
-    parser.add_argument("--report", action="store_true", help="train nothing, only write table and plot")
     options = parser.parse_args()
     for name in options.only:
         variant(name)  # fail on a wrong name or configuration before training anything

@@ -3,6 +3,7 @@
 import pathlib
 from typing import Any
 
+from experiments import pages
 from experiments.benchmarks.kernel_cases import Case
 from experiments.benchmarks.kernel_report import Row, kernel_cycles
 from experiments.benchmarks.tpu_static import CHIPS
@@ -96,11 +97,7 @@ def _number(axes: Any, marked: list[tuple[int, float, float]]) -> None:
 
 
 def figure_of(size: tuple[float, float], rows: int, columns: int, **ratios: Any) -> tuple[Any, Any]:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = pages.figure(*size)
     return figure, figure.subplots(rows, columns, **ratios)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from experiments import pages
 from experiments.intervals import bootstrap, bootstrap_of
 from experiments.rows import Row
 
@@ -101,13 +102,9 @@ def table(rows: list[Row]) -> str:
 
 def plot(rows: list[Row], plotted: Sequence[str], title: str, path: pathlib.Path) -> None:
     """Recalled fraction against pairs: a panel for each kind of keys (across) and number of passes (down)."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     passes = sorted({row["passes"] for row in rows})
     kinds = [kind for kind in TITLES if any(row["keys"] == kind for row in rows)]
-    figure = Figure(figsize=(4.2 * len(kinds) + 2.6, 3.3 * len(passes) + 0.4), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = pages.figure(4.2 * len(kinds) + 2.6, 3.3 * len(passes) + 0.4)
     panels = figure.subplots(len(passes), len(kinds), sharex=True, sharey=True, squeeze=False)
     handles: dict[str, Any] = {}
     names = [name for name in plotted if any(row["memory"] == name for row in rows)]

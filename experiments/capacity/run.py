@@ -9,7 +9,6 @@ A budget of 0 means keys of 16 numbers and a memory of any size. Rows are lines 
 keys, budget, number of passes and memory. Finished rows are skipped, so the same command resumes a stopped run.
 """
 
-import argparse
 import dataclasses
 import itertools
 import pathlib
@@ -18,6 +17,7 @@ import time
 import numpy as np
 
 from atlasjax.names import lookup
+from experiments import command
 from experiments.capacity.measure import KEYS, Recipe, read_back
 from experiments.capacity.memories import MEMORIES, floats, rates, shapes
 from experiments.capacity.report import write
@@ -66,7 +66,7 @@ def _order(key: Key) -> tuple[bool, bool]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command.options(__doc__, HERE / "results")
     parser.add_argument("--memories", nargs="+", metavar="MEMORY", default=list(MEMORIES))
     parser.add_argument("--keys", nargs="+", metavar="KIND", default=list(KEYS))
     parser.add_argument("--budgets", nargs="+", type=int, metavar="FLOATS", default=list(BUDGETS))
@@ -74,8 +74,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=Recipe.seeds, help="reported seeds, counted from 0")
     parser.add_argument("--tuning-seeds", type=int, default=Recipe.tuning_seeds)
     parser.add_argument("--pairs", nargs="+", type=int, default=list(Recipe.pairs), help="numbers of pairs")
-    parser.add_argument("--out", type=pathlib.Path, default=HERE / "results")
-    parser.add_argument("--report", action="store_true", help="measure nothing, only write the table and the plots")
     options = parser.parse_args(argv)
     try:
         recipe = Recipe(tuple(options.pairs), options.seeds, options.tuning_seeds)

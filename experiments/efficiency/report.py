@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Iterable
 from typing import Any
 
+from experiments import pages
 from experiments.efficiency.measure import DECODED, KINDS, MODELS, REFERENCE
 from experiments.rows import Row
 
@@ -81,12 +82,9 @@ def _number(row: Row | None) -> str:
 
 def plot(rows: list[Row], path: pathlib.Path) -> None:
     """Relative speed against length, one part for each kind; bars from the slowest to the fastest round."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
-    figure = Figure(figsize=(15, 6), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = pages.figure(15, 6)
     parts = list(_parts(rows))
     legend: dict[str, Any] = {}  # label → its line: the parts may have different models
     for axes, (kind, lengths, models) in zip(figure.subplots(1, len(parts), squeeze=False)[0], parts, strict=True):
@@ -118,7 +116,4 @@ def plot(rows: list[Row], path: pathlib.Path) -> None:
 
 def write(rows: list[Row], path: pathlib.Path) -> str:
     """Writes <path>.md and <path>.png. Returns the tables."""
-    text = table(rows)
-    path.with_suffix(".md").write_text(text)
-    plot(rows, path.with_suffix(".png"))
-    return text
+    return pages.write(path, table(rows), rows, plot)

@@ -10,10 +10,10 @@ timed in turn within a row, so that a shared machine slows both. Finished rows a
 one. It runs on the device that jax finds; on a machine with a GPU or TPU set JAX_PLATFORMS=cpu for the CPU.
 """
 
-import argparse
 import dataclasses
 import pathlib
 
+from experiments import command
 from experiments.efficiency.measure import KINDS, MODELS, REFERENCE, Recipe, config_of, measure, program
 from experiments.efficiency.report import write
 from experiments.rows import Row, append_row, rows_of_recipe
@@ -27,14 +27,12 @@ def key_of(row: Row) -> tuple[str, str, int]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command.options(__doc__, HERE / "results")
     parser.add_argument("--only", nargs="+", metavar="MODEL", default=list(MODELS), choices=MODELS)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS), help="tokens of the text")
     for field in dataclasses.fields(Recipe):
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
-    parser.add_argument("--out", type=pathlib.Path, default=HERE / "results", help="folder of the results")
-    parser.add_argument("--report", action="store_true", help="measure nothing, only write the table and the plot")
     options = parser.parse_args(argv)
     import jax
 

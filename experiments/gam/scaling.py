@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from experiments import pages
 from experiments.rows import append_row, read_rows
 
 HERE = pathlib.Path(__file__).parent
@@ -167,14 +168,10 @@ def table(rows: list[dict[str, Any]], settings: Settings, command: str, device: 
 
 def plot(rows: list[dict[str, Any]], path: pathlib.Path, title: str) -> None:
     """Plots time, if measured, and bytes against length on logarithmic axes."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     panels = [("seconds", 1e3, "milliseconds, forward and backward"), ("bytes", 2**-20, "MiB")]
     if all(block["seconds"] is None for row in rows for block in row["blocks"].values()):
         panels = panels[1:]
-    figure = Figure(figsize=(5.5 * len(panels), 4.5), layout="constrained")
-    FigureCanvasAgg(figure)  # draws to a file, independent of any display
+    figure = pages.figure(5.5 * len(panels), 4.5)
     for axes, (quantity, unit, label) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         for name, color in zip(BLOCKS, ("tab:blue", "tab:orange", "tab:red"), strict=True):
             points = [(row["length"], row["blocks"][name][quantity]) for row in rows]

@@ -19,6 +19,7 @@ import pathlib
 import sys
 from typing import Any
 
+from experiments import pages
 from experiments.gam.models import MODELS, small
 from experiments.rows import append_row, by_model, rows_of_recipe
 
@@ -146,11 +147,7 @@ def table(rows: list[dict[str, Any]], recipe: Recipe, command: str) -> str:
 
 def plot(rows: list[dict[str, Any]], path: pathlib.Path, title: str) -> None:
     """Plots held-out bits per byte against training tokens, with one line per model."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)  # draws to a file, independent of any display
+    figure = pages.figure(7, 4.5)
     axes = figure.subplots()
     for row in rows:
         axes.plot(*zip(*row["curve"], strict=True), marker="o", markersize=4, label=row["model"])

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from experiments import pages
 from experiments.language.compare import DIRECTIONS, chosen, compared, mean, rates
 from experiments.language.models import MODELS
 from experiments.rows import Row
@@ -94,11 +95,7 @@ def _rates(rows: list[Row]) -> Iterable[str]:
 
 def plot(rows: list[Row], path: pathlib.Path, title: str) -> None:
     """Loss against position: in contexts of training, and in contexts four times as long, with the means of wider bins."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(14, 6), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = pages.figure(14, 6)
     groups = _groups(rows)
     if not groups:
         return
@@ -131,7 +128,5 @@ def plot(rows: list[Row], path: pathlib.Path, title: str) -> None:
 
 def write(rows: list[Row], path: pathlib.Path) -> str:
     """Writes <path>.md and <path>.png. Returns the table."""
-    text = table(rows, path.stem)
-    path.with_suffix(".md").write_text(text)
-    plot(rows, path.with_suffix(".png"), f"Tiny models on {path.stem}: loss by the position in the context")
-    return text
+    title = f"Tiny models on {path.stem}: loss by the position in the context"
+    return pages.write(path, table(rows, path.stem), rows, lambda rows, to: plot(rows, to, title))

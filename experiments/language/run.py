@@ -12,11 +12,11 @@ Finished rows are skipped, so the same command resumes a stopped one. All models
 machine with a GPU set JAX_PLATFORMS=cpu.
 """
 
-import argparse
 import dataclasses
 import pathlib
 import sys
 
+from experiments import command
 from experiments.language.compare import rates
 from experiments.language.measure import BOOKS, SWEEP_SEED, Recipe, measure, sweep
 from experiments.language.models import MODELS, model
@@ -50,7 +50,7 @@ def texts_of(text: list[str] | None, texts_dir: pathlib.Path) -> tuple[str, tupl
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command.options(__doc__, HERE / "results")
     parser.add_argument("--size", choices=("small", "paper"), default="small")
     parser.add_argument("--only", nargs="+", metavar="MODEL", default=list(MODELS))
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds, counted from 0")
@@ -60,15 +60,12 @@ def main(argv: list[str] | None = None) -> None:
     numbers = [field for field in dataclasses.fields(Recipe) if field.name != "text"]
     for field in numbers:
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
-    parser.add_argument("--out", type=pathlib.Path, default=HERE / "results", help="folder of the results")
-    parser.add_argument("--report", action="store_true", help="train nothing, only write the table and the plot")
     options = parser.parse_args(argv)
     if options.size == "paper":
         print(plan())
         return
     try:
-        if options.seeds < 1:
-            raise ValueError(f"--seeds must be at least 1, got {options.seeds}.")
+        command.check_seeds(options.seeds)
         if min(options.rates) <= 0:
             raise ValueError(f"--rates must be above 0, got {min(options.rates)}.")
         for chosen in options.only:

@@ -9,16 +9,16 @@ Rows are lines of `<out>/<size>.jsonl`, one for each task, model, seed, rate and
 on a task train in one compiled program. Finished rows are skipped, so the same command resumes a stopped run.
 """
 
-import argparse
 import dataclasses
 import pathlib
-import time
 
 from atlasjax.names import lookup
+from experiments import command
+from experiments.mad.models import MODELS, macro_accuracy, model, network
 from experiments.mad.report import table
 from experiments.mad.tasks import TASKS, Task
-from experiments.recall.training import Sequences, Training, epochs, one_length
-from experiments.rows import Row, append_rows, commands_of_paper, rows_of_recipe
+from experiments.recall.training import Sequences, Training, epochs, one_length, train
+from experiments.rows import Row, rows_of_recipe
 
 HERE = pathlib.Path(__file__).parent
 SETTINGS = ("width", "steps", "batch_size", "test_sequences")
@@ -93,24 +93,12 @@ def key_of(row: Row) -> Key:
 
 def measure(task: str, name: str, recipe: Recipe, runs: list[tuple[int, float]], decay: float) -> list[Row]:
     """The rows of a model's runs on a task."""
-    from atlasjax.nn.abstract import count_parameters, state_bytes
-    from experiments.mad.models import macro_accuracy, model, network
-    from experiments.recall.training import train
-
-    work, started = Work(TASKS[task], recipe), time.perf_counter()
+    work = Work(TASKS[task], recipe)
     config = model(name, recipe.width, work.task.vocab_size, convolutions=recipe.convolutions)
-
-    def say(step: int, loss: float) -> None:
-        if step % 200 == 0 or step == work.steps:
-            spent = time.perf_counter() - started
-            print(f"[{spent:5.0f} s] {task}, {name}: step {step}/{work.steps}, best loss {loss:.3f}", flush=True)
-
+    say = command.progress(f"{task}, {name}", work.steps)
     net = network(config, work.length, decodes_last=work.task.decodes_last)
     found = train(net, work, runs, say, decay=decay, score=macro_accuracy)
-    sizes = {
-        "parameters": count_parameters(config),
-        "state_floats": state_bytes(config, length=work.length) // 4,
-    }
+    sizes = command.sizes(config, work.length)
     return [
         {"task": task, "model": name, "seed": seed, "learning_rate": rate, "weight_decay": decay, **result, **sizes,
          "recipe": dataclasses.asdict(recipe)}
@@ -120,10 +108,6 @@ def measure(task: str, name: str, recipe: Recipe, runs: list[tuple[int, float]],
 
 def plan(tasks: list[str], models: list[str], recipe: Recipe, runs: int, out: str, seeds: int) -> str:
     """What the runs would take: parameters, floats of state and training FLOPs (three times the forward pass)."""
-    from atlasjax.nn.abstract import count_parameters, state_bytes
-    from experiments.mad.models import model
-    from experiments.mqar.run import forward_flops
-
     lines = [
         f"{len(models)} models × {len(tasks)} tasks × {runs} runs (seeds × rates × decays) = "
         f"{len(models) * len(tasks) * runs:,} runs of up to {recipe.steps:,} steps of {recipe.batch_size} sequences.",
@@ -134,43 +118,26 @@ def plan(tasks: list[str], models: list[str], recipe: Recipe, runs: int, out: st
         work = Work(TASKS[task], recipe)
         for name in models:
             config = model(name, recipe.width, work.task.vocab_size, convolutions=recipe.convolutions)
-            body, head = forward_flops(config, work.length)
+            body, head = command.forward_flops(config, work.length)
             flops = 3 * (body + work.length * head) * work.steps * work.batch_size
             total += flops * runs
-            state = state_bytes(config, length=work.length) // 4
-            lines.append(f"{task:20} {name:12} {count_parameters(config):11,} {state:12,} {flops / 1e15:13.3f}")
-    lines += [
-        f"Together {total / 1e15:,.0f} PFLOP: {total / 40e12 / 3600:,.0f} hours of one accelerator at 40 TFLOP/s.",
-        *commands_of_paper(f"python -m experiments.mad.run --size paper --go --seeds {seeds}", models, out),
-    ]
-    return "\n".join(lines)
+            of = command.sizes(config, work.length)
+            lines.append(f"{task:20} {name:12} {of['parameters']:11,} {of['state_floats']:12,} {flops / 1e15:13.3f}")
+    again = f"python -m experiments.mad.run --size paper --go --seeds {seeds}"
+    return "\n".join([*lines, *command.end_of_plan(total, again, models, out)])
 
 
 def main(argv: list[str] | None = None) -> None:
-    from experiments.mad.models import MODELS, model
-
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=list(SIZES), default="small")
-    parser.add_argument("--go", action="store_true", help="with --size paper: run it, do not only print the plan")
-    parser.add_argument("--models", nargs="+", metavar="MODEL", default=list(MODELS))
+    parser = command.options(__doc__, HERE / "results")
+    command.add_grid(parser, SIZES, MODELS, SETTINGS)
     parser.add_argument("--tasks", nargs="+", metavar="TASK", default=list(TASKS))
-    parser.add_argument("--rates", nargs="+", type=float, metavar="RATE")
-    parser.add_argument("--seeds", type=int, default=3, help="number of seeds, counted from 0")
-    parser.add_argument("--width", type=int)
-    parser.add_argument("--steps", type=int)
-    parser.add_argument("--batch-size", type=int)
-    parser.add_argument("--test-sequences", type=int)
     parser.add_argument("--no-convolutions", action="store_true", help="with --size small: MAD's own layout of layers")
-    parser.add_argument("--out", type=pathlib.Path, default=HERE / "results")
-    parser.add_argument("--report", action="store_true", help="train nothing, only write the table")
     options = parser.parse_args(argv)
     rates, decays = GRIDS[options.size]
     rates = tuple(options.rates or rates)
-    changed = {n: getattr(options, n) for n in SETTINGS if getattr(options, n) is not None}
     try:
-        if options.seeds < 1:
-            raise ValueError(f"--seeds must be at least 1, got {options.seeds}.")
-        recipe = dataclasses.replace(SIZES[options.size], **changed)
+        command.check_seeds(options.seeds)
+        recipe = command.changed(SIZES[options.size], options, SETTINGS)
         if options.no_convolutions:
             recipe = dataclasses.replace(recipe, convolutions=False)
         for name in options.tasks:
@@ -186,13 +153,18 @@ def main(argv: list[str] | None = None) -> None:
     path = options.out / f"{options.size}.jsonl"
     rows = rows_of_recipe(path, recipe, key_of)
     grid = [(task, name, decay) for task in options.tasks for name in options.models for decay in decays]
-    for task, name, decay in [] if options.report else grid:
-        wanted = [(seed, rate) for seed in range(options.seeds) for rate in rates]
-        missing = [run for run in wanted if (task, name, *run, decay) not in rows]
-        if missing:
-            found = measure(task, name, recipe, missing, decay)
-            append_rows(path, found)
-            rows |= {key_of(row): row for row in found}
+    runs = [(seed, rate) for seed in range(options.seeds) for rate in rates]
+    command.train_missing(
+        path,
+        rows,
+        key_of,
+        {
+            (t, name, decay): {(t, name, *run, decay): run for run in runs}
+            for t, name, decay in grid
+            if not options.report
+        },
+        lambda key, missing, _: measure(key[0], key[1], recipe, missing, key[2]),
+    )
     if rows:
         text = table(list(rows.values()))
         path.with_suffix(".md").write_text(text)

@@ -7,6 +7,7 @@ from typing import TypeVar
 import numpy as np
 
 from atlasjax.data.associative_recall import IGNORE, RecallConfig, recall_sequences
+from experiments import pages
 from experiments.intervals import bootstrap
 from experiments.mqar.models import MODELS
 from experiments.rows import Row
@@ -100,11 +101,7 @@ def _family(name: str) -> str:
 
 def plot(rows: list[Row], path: pathlib.Path) -> None:
     """Left: accuracy against floats of state, each point a model with its interval. Right: accuracy against pairs."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(13, 6), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = pages.figure(13, 6)
     left, right = figure.subplots(1, 2, width_ratios=(1.5, 1))
     chosen = best(rows)
     families = sorted({_family(name) for name, _ in chosen})
@@ -140,7 +137,4 @@ def plot(rows: list[Row], path: pathlib.Path) -> None:
 
 def write(rows: list[Row], path: pathlib.Path) -> str:
     """Writes <path>.md and <path>.png. Returns the table."""
-    text = table(rows, path.stem)
-    path.with_suffix(".md").write_text(text)
-    plot(rows, path.with_suffix(".png"))
-    return text
+    return pages.write(path, table(rows, path.stem), rows, plot)

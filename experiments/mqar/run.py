@@ -11,21 +11,20 @@ one compiled program. Finished rows are skipped, so the same command resumes a s
 on from a copy of its state, which is written every five minutes.
 """
 
-import argparse
 import dataclasses
 import pathlib
-import time
-from typing import Any
 
 import numpy as np
 
 from atlasjax.data.associative_recall import Filler, RecallConfig, recall_sequences
+from experiments import command
 from experiments.mqar.models import MODELS, model
 from experiments.mqar.report import write
-from experiments.recall.training import Sequences, Training, epochs, one_length, partial_path
-from experiments.rows import Row, append_rows, commands_of_paper, rows_of_recipe
+from experiments.recall.training import Sequences, Training, epochs, one_length, partial_path, train
+from experiments.rows import Row, rows_of_recipe
 
 HERE = pathlib.Path(__file__).parent
+NUMBERS = ("steps", "batch_size", "test_sequences")
 Key = tuple[str, int, int, float]
 
 
@@ -161,23 +160,9 @@ def measure(
     name: str, width: int, recipe: Recipe, runs: list[tuple[int, float]], partial: pathlib.Path | None = None
 ) -> list[Row]:
     """The rows of a model's runs at one width. `partial`: see `training.fit`."""
-    from atlasjax.nn.abstract import count_parameters, state_bytes
-    from experiments.recall.training import train
-
-    config, started = model(name, width, recipe.vocab_size), time.perf_counter()
-
-    def say(step: int, loss: float) -> None:
-        if step % 200 == 0 or step == recipe.steps:
-            spent = time.perf_counter() - started
-            print(
-                f"[{spent:5.0f} s] {name}, width {width}: step {step}/{recipe.steps}, best loss {loss:.3f}", flush=True
-            )
-
-    found = train(config, recipe, runs, say, partial=partial)
-    sizes = {
-        "parameters": count_parameters(config),
-        "state_floats": state_bytes(config, length=recipe.length) // 4,
-    }
+    config = model(name, width, recipe.vocab_size)
+    found = train(config, recipe, runs, command.progress(f"{name}, width {width}", recipe.steps), partial=partial)
+    sizes = command.sizes(config, recipe.length)
     return [
         {"model": name, "width": width, "seed": seed, "learning_rate": rate, **result, **sizes,
          "recipe": dataclasses.asdict(recipe)}
@@ -189,10 +174,8 @@ def plan(
     size: str, names: list[str], widths: list[int], rates: list[float], seeds: int, recipe: Recipe, out: str
 ) -> str:
     """What the runs would take: parameters, floats of state and training FLOPs (three times the forward pass)."""
-    from atlasjax.nn.abstract import count_parameters, state_bytes
-
     tokens, queries = recipe.shown()
-    command = f"python -m experiments.mqar.run --size {size} --go --widths {' '.join(map(str, widths))} --seeds {seeds}"
+    again = f"python -m experiments.mqar.run --size {size} --go --widths {' '.join(map(str, widths))} --seeds {seeds}"
     lines = [
         f"{tokens / 1e6:,.0f} million tokens per run; {len(names)} models × {len(widths)} widths × {seeds} seeds × {len(rates)} "
         f"rates = {len(names) * len(widths) * seeds * len(rates):,} runs.",
@@ -202,60 +185,26 @@ def plan(
     for name in names:
         for width in widths:
             config = model(name, width, recipe.vocab_size)
-            body, head = forward_flops(config, recipe.length)
+            body, head = command.forward_flops(config, recipe.length)
             flops = 3 * (body / recipe.length * tokens + head * queries)
             total += flops * seeds * len(rates)
-            state = state_bytes(config, length=recipe.length) // 4
-            lines.append(f"{name:24} {width:5} {count_parameters(config):11,} {state:12,} {flops / 1e15:13.2f}")
-    lines += [
-        f"Together {total / 1e15:,.0f} PFLOP: {total / 40e12 / 3600:,.0f} hours of one accelerator at 40 TFLOP/s.",
-        *commands_of_paper(command, names, out, size),
-    ]
-    return "\n".join(lines)
-
-
-def forward_flops(config: Any, length: int) -> tuple[int, int]:
-    """Of the layers for one sequence, and of the head for one token."""
-    import jax
-    import jax.numpy as jnp
-    from flax import nnx
-
-    from atlasjax.flops import count_flops
-    from atlasjax.nn.abstract import abstract_model
-
-    graphdef, params = nnx.split(abstract_model(config), nnx.Param)
-    tokens, hidden = jax.ShapeDtypeStruct((1, length), jnp.int32), jax.ShapeDtypeStruct((1, config.dim), config.dtype)
-    body = count_flops(lambda p, x: nnx.merge(graphdef, p).hidden(x), params, tokens)
-    return body, count_flops(lambda p, x: nnx.merge(graphdef, p).logits(x), params, hidden)
+            of = command.sizes(config, recipe.length)
+            lines.append(f"{name:24} {width:5} {of['parameters']:11,} {of['state_floats']:12,} {flops / 1e15:13.2f}")
+    return "\n".join([*lines, *command.end_of_plan(total, again, names, out, size)])
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=list(SIZES), default="small")
-    parser.add_argument(
-        "--go", action="store_true", help="with --size paper or paper_zeros: run it, do not only print the plan"
-    )
-    parser.add_argument("--models", nargs="+", metavar="MODEL", default=list(MODELS))
+    parser = command.options(__doc__, HERE / "results")
+    command.add_grid(parser, SIZES, MODELS, NUMBERS, seeds=5, planned=PLANNED)
     parser.add_argument(
         "--widths", nargs="+", type=int, metavar="WIDTH", help="default: 16; of both paper sizes: 16 32 64"
     )
-    parser.add_argument(
-        "--rates", nargs="+", type=float, metavar="RATE", help="learning rates; the default depends on --size"
-    )
-    parser.add_argument("--seeds", type=int, default=5, help="number of seeds, counted from 0")
-    parser.add_argument("--steps", type=int)
-    parser.add_argument("--batch-size", type=int)
-    parser.add_argument("--test-sequences", type=int)
-    parser.add_argument("--out", type=pathlib.Path, default=HERE / "results")
-    parser.add_argument("--report", action="store_true", help="train nothing, only write the table and the plots")
     options = parser.parse_args(argv)
     rates = options.rates or list(RATES[options.size])
     widths = options.widths or ([16, 32, 64] if options.size in PLANNED else [16])
-    changed = {n: getattr(options, n) for n in ("steps", "batch_size", "test_sequences") if getattr(options, n)}
     try:
-        if options.seeds < 1:
-            raise ValueError(f"--seeds must be at least 1, got {options.seeds}.")
-        recipe = dataclasses.replace(SIZES[options.size], **changed)
+        command.check_seeds(options.seeds)
+        recipe = command.changed(SIZES[options.size], options, NUMBERS)
         for name in options.models:
             for width in widths:
                 model(name, width, recipe.vocab_size)  # fail before anything is trained
@@ -266,16 +215,16 @@ def main(argv: list[str] | None = None) -> None:
         return
     path = options.out / f"{options.size}.jsonl"
     rows = rows_of_recipe(path, recipe, key_of)
-    for width in [] if options.report else widths:
-        for name in options.models:
-            wanted = [(seed, rate) for seed in range(options.seeds) for rate in rates]
-            missing = [run for run in wanted if (name, width, *run) not in rows]
-            if missing:
-                partial = partial_path(options.out, f"{name}-{width}", recipe, missing)
-                found = measure(name, width, recipe, missing, partial)
-                append_rows(path, found)
-                partial.unlink(missing_ok=True)
-                rows |= {key_of(row): row for row in found}
+    runs = [(seed, rate) for seed in range(options.seeds) for rate in rates]
+    models = [] if options.report else [(name, width) for width in widths for name in options.models]
+    command.train_missing(
+        path,
+        rows,
+        key_of,
+        {key: {(*key, *run): run for run in runs} for key in models},
+        lambda key, missing, partial: measure(*key, recipe, missing, partial),
+        lambda key, missing: partial_path(options.out, "{}-{}".format(*key), recipe, missing),
+    )
     if rows:
         print(write(list(rows.values()), path))
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from experiments import pages
 from experiments.intervals import bootstrap, compare
 from experiments.mqar.report import best
 from experiments.needles.models import Variant, model
@@ -156,11 +157,7 @@ def _test_time(ordered: list[tuple[str, list[Row]]]) -> Iterable[str]:
 
 def plot(rows: list[Row], path: pathlib.Path) -> None:
     """For each task, the accuracy of every model against the length of the text."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(13, 7), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = pages.figure(13, 7)
     groups, lengths = chosen(rows), rows[0]["recipe"]["lengths"]
     ordered = sorted(groups.items(), key=lambda item: -np.mean([accuracy(row) for row in item[1]]))
     axes = figure.subplots(2, 3, sharex=True, sharey=True).flat
@@ -182,7 +179,4 @@ def plot(rows: list[Row], path: pathlib.Path) -> None:
 
 def write(rows: list[Row], path: pathlib.Path) -> str:
     """Writes <path>.md and <path>.png. Returns the table."""
-    text = table(rows, path.stem)
-    path.with_suffix(".md").write_text(text)
-    plot(rows, path.with_suffix(".png"))
-    return text
+    return pages.write(path, table(rows, path.stem), rows, plot)

@@ -11,7 +11,6 @@ program. Finished rows are skipped, so the same command resumes a stopped run. A
 copy of its state, which is written every five minutes.
 """
 
-import argparse
 import dataclasses
 import pathlib
 import time
@@ -21,6 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from atlasjax.data.associative_recall import IGNORE
+from atlasjax.nn.abstract import count_parameters, state_bytes
+from experiments import command
 from experiments.needles.models import MODELS, Variant, model, variants
 from experiments.needles.report import write
 from experiments.needles.tasks import TASKS, VOCAB_SIZE, Split
@@ -37,9 +38,10 @@ from experiments.recall.training import (
     one_length,
     partial_path,
 )
-from experiments.rows import Row, append_rows, commands_of_paper, rows_of_recipe
+from experiments.rows import Row, rows_of_recipe
 
 HERE = pathlib.Path(__file__).parent
+NUMBERS = ("width", "steps", "batch_size", "test_sequences")
 Key = tuple[str, int, float]
 Scores = dict[str, dict[str, float]]  # task → length → accuracy
 
@@ -128,17 +130,9 @@ def key_of(row: Row) -> Key:
 
 def measure(name: str, recipe: Recipe, runs: list[tuple[int, float]], partial: pathlib.Path | None = None) -> list[Row]:
     """The rows of a model's runs. `partial`: see `training.fit`."""
-    from atlasjax.nn.abstract import count_parameters, state_bytes
-
     config, started = model(name, recipe.width, VOCAB_SIZE), time.perf_counter()
-
-    def say(step: int, loss: float) -> None:
-        if step % 200 == 0 or step == recipe.steps:
-            spent = time.perf_counter() - started
-            print(f"[{spent:5.0f} s] {name}: step {step}/{recipe.steps}, best loss {loss:.3f}", flush=True)
-
     network = language_model(config)
-    params, losses = fit(network, recipe, runs, say, partial=partial)
+    params, losses = fit(network, recipe, runs, command.progress(name, recipe.steps), partial=partial)
     tests = {seed: recipe.tests(seed) for seed in {seed for seed, _ in runs}}
 
     def scores(network: Network, lengths: list[int]) -> list[Scores]:
@@ -180,9 +174,6 @@ def measure(name: str, recipe: Recipe, runs: list[tuple[int, float]], partial: p
 
 def plan(models: list[str], rates: list[float], seeds: int, recipe: Recipe, out: str) -> str:
     """What the runs would take: parameters, floats of state and training FLOPs (three times the forward pass)."""
-    from atlasjax.nn.abstract import count_parameters, state_bytes
-    from experiments.mqar.run import forward_flops
-
     longest = recipe.lengths[-1]
     tokens = recipe.steps * recipe.batch_size * recipe.length
     lines = [
@@ -193,40 +184,24 @@ def plan(models: list[str], rates: list[float], seeds: int, recipe: Recipe, out:
     total = 0.0
     for name in models:
         config = model(name, recipe.width, VOCAB_SIZE)
-        body, _ = forward_flops(config, recipe.length)  # the head reads only the answers
+        body, _ = command.forward_flops(config, recipe.length)  # the head reads only the answers
         flops = 3 * body / recipe.length * tokens
         total += flops * seeds * len(rates)
-        state = state_bytes(config, length=longest) // 4
-        lines.append(f"{name:18} {count_parameters(config):11,} {state:20,} {flops / 1e15:13.2f}")
-    lines += [
-        f"Together {total / 1e15:,.0f} PFLOP: {total / 40e12 / 3600:,.0f} hours of one accelerator at 40 TFLOP/s.",
-        *commands_of_paper(f"python -m experiments.needles.run --size paper --go --seeds {seeds}", models, out),
-    ]
-    return "\n".join(lines)
+        of = command.sizes(config, longest)
+        lines.append(f"{name:18} {of['parameters']:11,} {of['state_floats']:20,} {flops / 1e15:13.2f}")
+    again = f"python -m experiments.needles.run --size paper --go --seeds {seeds}"
+    return "\n".join([*lines, *command.end_of_plan(total, again, models, out)])
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=list(SIZES), default="small")
-    parser.add_argument("--go", action="store_true", help="with --size paper: run it, do not only print the plan")
-    parser.add_argument("--models", nargs="+", metavar="MODEL", default=list(MODELS))
-    parser.add_argument("--rates", nargs="+", type=float, metavar="RATE", help="the default depends on --size")
-    parser.add_argument("--seeds", type=int, default=3, help="number of seeds, counted from 0")
-    parser.add_argument("--width", type=int)
+    parser = command.options(__doc__, HERE / "results")
+    command.add_grid(parser, SIZES, MODELS, NUMBERS)
     parser.add_argument("--lengths", nargs="+", type=int, metavar="TOKENS", help="of the tests")
-    parser.add_argument("--steps", type=int)
-    parser.add_argument("--batch-size", type=int)
-    parser.add_argument("--test-sequences", type=int)
-    parser.add_argument("--out", type=pathlib.Path, default=HERE / "results")
-    parser.add_argument("--report", action="store_true", help="train nothing, only write the table and the plot")
     options = parser.parse_args(argv)
     rates = options.rates or list(RATES[options.size])
-    names = ("width", "lengths", "steps", "batch_size", "test_sequences")
-    changed = {n: getattr(options, n) for n in names if getattr(options, n) is not None}
     try:
-        if options.seeds < 1:
-            raise ValueError(f"--seeds must be at least 1, got {options.seeds}.")
-        recipe = dataclasses.replace(SIZES[options.size], **changed)
+        command.check_seeds(options.seeds)
+        recipe = command.changed(SIZES[options.size], options, (*NUMBERS, "lengths"))
         for name in options.models:
             model(name, recipe.width, VOCAB_SIZE)  # fail before anything is trained
     except ValueError as error:
@@ -236,15 +211,15 @@ def main(argv: list[str] | None = None) -> None:
         return
     path = options.out / f"{options.size}.jsonl"
     rows = rows_of_recipe(path, recipe, key_of)
-    for name in [] if options.report else options.models:
-        wanted = [(seed, rate) for seed in range(options.seeds) for rate in rates]
-        missing = [run for run in wanted if (name, *run) not in rows]
-        if missing:
-            partial = partial_path(options.out, name, recipe, missing)
-            found = measure(name, recipe, missing, partial)
-            append_rows(path, found)
-            partial.unlink(missing_ok=True)
-            rows |= {key_of(row): row for row in found}
+    runs = [(seed, rate) for seed in range(options.seeds) for rate in rates]
+    command.train_missing(
+        path,
+        rows,
+        key_of,
+        {name: {(name, *run): run for run in runs} for name in ([] if options.report else options.models)},
+        lambda name, missing, partial: measure(name, recipe, missing, partial),
+        lambda name, missing: partial_path(options.out, name, recipe, missing),
+    )
     if rows:
         print(write(list(rows.values()), path))
 

@@ -9,15 +9,14 @@ Rows are lines of `<out>/recall.jsonl`, one for each model, seed and learning ra
 resumes a stopped run, and more seeds or rates add rows.
 """
 
-import argparse
 import dataclasses
 import pathlib
 import statistics
-import time
 
+from experiments import command, pages
 from experiments.recall.models import MODELS, model
 from experiments.recall.training import Recipe, train
-from experiments.rows import Row, append_rows, rows_of_recipe
+from experiments.rows import Row, rows_of_recipe
 
 HERE = pathlib.Path(__file__).parent
 RATES = (1e-3, 3e-3, 1e-2)
@@ -30,21 +29,9 @@ def _key(row: Row) -> Key:
 
 def measure(name: str, recipe: Recipe, runs: list[tuple[int, float]]) -> list[Row]:
     """The rows of a model's runs."""
-    from atlasjax.nn.abstract import count_parameters, state_bytes
-
-    config, started = model(name, recipe.vocab_size), time.perf_counter()
-
-    def say(step: int, loss: float) -> None:
-        print(
-            f"[{time.perf_counter() - started:5.0f} s] {name}: step {step}/{recipe.steps}, best loss {loss:.3f}",
-            flush=True,
-        )
-
-    found = train(config, recipe, runs, say)
-    sizes = {
-        "parameters": count_parameters(config),
-        "state_floats": state_bytes(config, length=recipe.length) // 4,
-    }
+    config = model(name, recipe.vocab_size)
+    found = train(config, recipe, runs, command.progress(name, recipe.steps, every=1))
+    sizes = command.sizes(config, recipe.length)
     return [
         {"model": name, "seed": seed, "learning_rate": rate, **result, **sizes, "recipe": dataclasses.asdict(recipe)}
         for (seed, rate), result in zip(runs, found, strict=True)
@@ -101,11 +88,7 @@ def table(rows: dict[Key, Row], recipe: Recipe) -> str:
 
 def plot(rows: dict[Key, Row], recipe: Recipe, path: pathlib.Path) -> None:
     """Plots accuracy against state floats: a point per model, with a bar from its lowest to its highest seed."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8.5, 5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = pages.figure(8.5, 5)
     axes = figure.subplots()
     families: dict[str, list[Row]] = {}
     for name, row in best(rows).items():
@@ -130,15 +113,13 @@ def plot(rows: dict[Key, Row], recipe: Recipe, path: pathlib.Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command.options(__doc__, HERE / "results")
     parser.add_argument("--models", nargs="+", metavar="MODEL", default=list(MODELS))
     parser.add_argument("--rates", nargs="+", type=float, metavar="RATE", default=list(RATES))
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds, counted from 0 (default: 3)")
     parser.add_argument("--steps", type=int, default=Recipe.steps)
     parser.add_argument("--batch-size", type=int, default=Recipe.batch_size)
     parser.add_argument("--test-sequences", type=int, default=Recipe.test_sequences)
-    parser.add_argument("--out", type=pathlib.Path, default=HERE / "results")
-    parser.add_argument("--report", action="store_true", help="train nothing, only write table and plot")
     options = parser.parse_args(argv)
     if options.seeds < 1:
         parser.error(f"--seeds must be at least 1, got {options.seeds}.")
@@ -147,14 +128,14 @@ def main(argv: list[str] | None = None) -> None:
         model(name, recipe.vocab_size)  # fail on a wrong name or configuration before training anything
     path = options.out / "recall.jsonl"
     rows = rows_of_recipe(path, recipe, _key)
-    for name in [] if options.report else options.models:
-        wanted = [(seed, rate) for seed in range(options.seeds) for rate in options.rates]
-        missing = [run for run in wanted if (name, *run) not in rows]
-        if not missing:
-            continue
-        found = measure(name, recipe, missing)
-        append_rows(path, found)
-        rows |= {_key(row): row for row in found}
+    runs = [(seed, rate) for seed in range(options.seeds) for rate in options.rates]
+    command.train_missing(
+        path,
+        rows,
+        _key,
+        {name: {(name, *run): run for run in runs} for name in ([] if options.report else options.models)},
+        lambda name, missing, _: measure(name, recipe, missing),
+    )
     if rows:
         path.with_suffix(".md").write_text(table(rows, recipe))
         plot(rows, recipe, path.with_suffix(".png"))

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from experiments import pages
 from experiments.intervals import Comparison
 from experiments.rows import Row
 from experiments.studies.compare import DIRECTIONS, Compared, compared, noisy, rise
@@ -129,11 +130,7 @@ def _corruption(groups: dict[str, list[Row]]) -> Iterable[str]:
 
 def plot(rows: list[Row], path: pathlib.Path, title: str) -> None:
     """Four parts: size of the memory, sampling at test time, corruption, gates. Points are seeds."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(13, 9), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = pages.figure(13, 9)
     (sizes, swaps), (noise, gates) = figure.subplots(2, 2)
     groups = _groups(rows)
     _plot_sizes(sizes, groups)
@@ -201,7 +198,5 @@ def _plot_noise(axes: Any, groups: dict[str, list[Row]]) -> None:
 
 def write(rows: list[Row], path: pathlib.Path) -> str:
     """Writes <path>.md and <path>.png. Returns the table."""
-    text = table(rows, path.stem)
-    path.with_suffix(".md").write_text(text)
-    plot(rows, path.with_suffix(".png"), f"Small models on {path.stem}: Elastic Memory and Memory Caching")
-    return text
+    title = f"Small models on {path.stem}: Elastic Memory and Memory Caching"
+    return pages.write(path, table(rows, path.stem), rows, lambda rows, to: plot(rows, to, title))

@@ -12,15 +12,14 @@ A row is a line of `<out>/<text>.jsonl`: a model and a seed. Finished rows are s
 All models have a first seed before any has a second. On a machine with a GPU set JAX_PLATFORMS=cpu.
 """
 
-import argparse
 import dataclasses
 import itertools
 import json
 import pathlib
 import sys
-import time
 
-from experiments.rows import Row, append_row, rows_of_recipe, text_identity, text_name
+from experiments import command
+from experiments.rows import Row, rows_of_recipe, text_identity, text_name
 from experiments.studies.measure import Recipe, measure, memory_layer, tested
 from experiments.studies.models import MODELS, model
 from experiments.studies.paper import plan
@@ -61,7 +60,7 @@ def tests_of(run_dir: pathlib.Path, batches: int | None) -> Row:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command.options(__doc__, HERE / "results")
     parser.add_argument("--size", choices=("small", "paper"), default="small")
     parser.add_argument("--only", nargs="+", metavar="MODEL", default=list(MODELS))
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds, counted from 0")
@@ -70,9 +69,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--batch-size", type=int, default=Recipe.batch_size)
     parser.add_argument("--learning-rate", type=float, default=Recipe.learning_rate)
     parser.add_argument("--eval-batches", type=int, help="batches of held-out text; default: all of it")
-    parser.add_argument("--out", type=pathlib.Path, default=HERE / "results", help="folder of the results")
     parser.add_argument("--run-dir", type=pathlib.Path, help="train nothing; test this run's elastic memory and print")
-    parser.add_argument("--report", action="store_true", help="train nothing, only write the table and the plot")
     options = parser.parse_args(argv)
     if options.size == "paper":
         print(plan())
@@ -81,8 +78,7 @@ def main(argv: list[str] | None = None) -> None:
         if options.run_dir is not None:
             print(json.dumps(tests_of(options.run_dir, options.eval_batches), indent=1))
             return
-        if options.seeds < 1:
-            raise ValueError(f"--seeds must be at least 1, got {options.seeds}.")
+        command.check_seeds(options.seeds)
         if options.text is not None and not pathlib.Path(options.text).is_file():
             raise ValueError(f"--text {options.text}: no such file.")
         for chosen in options.only:
@@ -95,19 +91,8 @@ def main(argv: list[str] | None = None) -> None:
     except ValueError as error:
         parser.error(str(error))
     wanted = [(chosen, seed) for seed in range(options.seeds) for chosen in options.only]
-    todo = [] if options.report else [key for key in wanted if key not in rows]
-    failed = []
-    for number, (chosen, seed) in enumerate(todo, 1):
-        started = time.perf_counter()
-        try:
-            rows[chosen, seed] = measure(chosen, seed, recipe, options.text)
-        except FloatingPointError as error:  # one diverging model must not stop the others
-            failed.append(f"{chosen}, seed {seed}")
-            print(f"{chosen}, seed {seed} FAILED: {error}", flush=True)
-            continue
-        append_row(path, rows[chosen, seed])
-        found, seconds = rows[chosen, seed]["bits_per_byte"], time.perf_counter() - started
-        print(f"[{number}/{len(todo)}] {chosen}, seed {seed}: {found:.3f} bits per byte, {seconds:.0f} s", flush=True)
+    todo = {} if options.report else {key: "{}, seed {}".format(*key) for key in wanted if key not in rows}
+    failed = command.measure_each(path, rows, todo, lambda key: measure(*key, recipe, options.text))
     if rows:
         print(write(list(rows.values()), path))
     if failed:

@@ -10,14 +10,13 @@ A finished model is one line of JSON in `<out>/<text>.jsonl` and is skipped, so 
 `<text>.md` and the plot `<text>.png` are rewritten from these lines each time. On a machine with a GPU set JAX_PLATFORMS=cpu.
 """
 
-import argparse
 import dataclasses
 import pathlib
 import sys
-import time
 from typing import TYPE_CHECKING, Any
 
-from experiments.rows import append_row, by_model, rows_of_recipe
+from experiments import command, pages
+from experiments.rows import by_model, rows_of_recipe
 from experiments.zoo.training import Recipe, measure
 
 if TYPE_CHECKING:
@@ -103,11 +102,7 @@ def table(rows: list[dict[str, Any]], recipe: Recipe, command: str) -> str:
 
 def plot(rows: list[dict[str, Any]], path: pathlib.Path, title: str) -> None:
     """Plots bits per byte against state bytes, with numbered points and a legend."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(13, 6.5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = pages.figure(13, 6.5)
     axes, names = figure.subplots(1, 2, width_ratios=[3, 1.4])
     ordered = sorted(rows, key=lambda row: row["bits_per_byte"])
     lines = []
@@ -166,13 +161,11 @@ def _color(name: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command.options(__doc__, HERE / "results")
     parser.add_argument("--text", help="a UTF-8 text file; without it the embedded text")
     parser.add_argument(
         "--only", nargs="+", metavar="MODEL", help="architectures, rules, mixers, or package.module:object"
     )
-    parser.add_argument("--out", type=pathlib.Path, default=HERE / "results", help="folder of the results")
-    parser.add_argument("--report", action="store_true", help="train nothing, only write table and plot")
     for field in ("steps", "batch_size", "sequence_length", "eval_batches", "seed"):
         parser.add_argument(f"--{field.replace('_', '-')}", type=int, default=getattr(Recipe, field))
     parser.add_argument("--learning-rate", type=float, default=Recipe.learning_rate)
@@ -184,25 +177,11 @@ def main(argv: list[str] | None = None) -> None:
     chosen = options.only or model_names()
     for model in chosen:
         config(model)  # fail on a wrong name before training anything
-    todo = [] if options.report else [model for model in chosen if model not in rows]
-    failed = []
-    for number, model in enumerate(todo, 1):
-        started = time.perf_counter()
-        try:
-            rows[model] = run_model(model, recipe)
-        except FloatingPointError as error:  # one diverging model must not stop the others
-            failed.append(model)
-            print(f"{model} FAILED: {error}", flush=True)
-            continue
-        append_row(path, rows[model])
-        print(
-            f"[{number}/{len(todo)}] {model}: {rows[model]['bits_per_byte']:.3f} bits per byte, "
-            f"{time.perf_counter() - started:.0f} s",
-            flush=True,
-        )
+    todo = {} if options.report else {model: model for model in chosen if model not in rows}
+    failed = command.measure_each(path, rows, todo, lambda model: run_model(model, recipe))
     if rows:
-        command = " ".join(["python -m experiments.zoo.run", *sys.argv[1:]]).replace(" --report", "")
-        page = table(list(rows.values()), recipe, command)
+        line = " ".join(["python -m experiments.zoo.run", *sys.argv[1:]]).replace(" --report", "")
+        page = table(list(rows.values()), recipe, line)
         path.with_suffix(".md").write_text(page)
         plot(list(rows.values()), path.with_suffix(".png"), f"Tiny models on {name}: quality against state")
         print(page)

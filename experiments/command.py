@@ -1,0 +1,166 @@
+"""What the commands of the experiments share: loops over missing rows, what they print on the way, plans of large sizes."""
+
+import argparse
+import dataclasses
+import pathlib
+import time
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from atlasjax.flops import count_flops
+from atlasjax.nn import ModelConfig
+from atlasjax.nn.abstract import abstract_model, count_parameters, state_bytes
+from experiments.rows import Row, append_row, append_rows
+
+Run = tuple[int, float]  # seed and learning rate
+K = TypeVar("K", bound=Hashable)
+R = TypeVar("R")  # a recipe, which is a dataclass
+
+
+def options(doc: str | None, results: pathlib.Path) -> argparse.ArgumentParser:
+    """The options of every command: the folder of its rows, and whether it only writes what is made of them."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=pathlib.Path, default=results, help="folder of the results")
+    parser.add_argument("--report", action="store_true", help="measure nothing, only write table and plot of the rows")
+    return parser
+
+
+def add_grid(
+    parser: argparse.ArgumentParser,
+    recipes: Mapping[str, Any],
+    models: Iterable[str],
+    numbers: Iterable[str],
+    *,
+    seeds: int = 3,
+    planned: Sequence[str] = ("paper",),
+) -> None:
+    """Adds the options of models that are trained with several seeds and rates.
+
+    Args:
+      recipes: name of a size → its recipe.
+      models: those that are trained without --models.
+      numbers: fields of the recipe, each an option.
+      seeds: their number without --seeds.
+      planned: sizes that are only printed without --go.
+    """
+    parser.add_argument("--size", choices=list(recipes), default="small")
+    told = f"with --size {' or '.join(planned)}: run it, do not only print the plan"
+    parser.add_argument("--go", action="store_true", help=told)
+    parser.add_argument("--models", nargs="+", metavar="MODEL", default=list(models))
+    parser.add_argument("--rates", nargs="+", type=float, metavar="RATE", help="the default depends on --size")
+    parser.add_argument("--seeds", type=int, default=seeds, help="number of seeds, counted from 0")
+    for name in numbers:
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int)
+
+
+def changed(recipe: R, given: argparse.Namespace, names: Iterable[str]) -> R:
+    """The recipe with the fields that were given as options."""
+    found = {name: getattr(given, name) for name in names}
+    return dataclasses.replace(recipe, **{name: value for name, value in found.items() if value is not None})
+
+
+def check_seeds(seeds: int) -> None:
+    """Raises ValueError for less than one."""
+    if seeds < 1:
+        raise ValueError(f"--seeds must be at least 1, got {seeds}.")
+
+
+def progress(name: str, steps: int, every: int = 200) -> Callable[[int, float], None]:
+    """A function of a step and the best loss of a model's runs, which prints them at every so many steps and at the last one."""
+    started = time.perf_counter()
+
+    def say(step: int, loss: float) -> None:
+        if step % every == 0 or step == steps:
+            spent = time.perf_counter() - started
+            print(f"[{spent:5.0f} s] {name}: step {step}/{steps}, best loss {loss:.3f}", flush=True)
+
+    return say
+
+
+def sizes(config: ModelConfig, length: int) -> Row:
+    """Parameters, and floats of the state of one sequence."""
+    return {"parameters": count_parameters(config), "state_floats": state_bytes(config, length=length) // 4}
+
+
+def train_missing(
+    path: pathlib.Path,
+    rows: dict[Any, Row],
+    key_of: Callable[[Row], Any],
+    wanted: Mapping[K, Mapping[Any, Run]],
+    measure: Callable[[K, list[Run], pathlib.Path | None], list[Row]],
+    partial: Callable[[K, list[Run]], pathlib.Path] | None = None,
+) -> None:
+    """Trains what has no row yet, and adds its rows to the file and to `rows`.
+
+    Args:
+      path: of the rows.
+      rows: those of the file, by `key_of`.
+      wanted: a model → the keys of its rows → seed and rate. Its missing runs train in one compiled program.
+      measure: the rows of a model's runs; `partial` of them is its last argument.
+      partial: where an unfinished training is kept. It is deleted after the rows are in the file, so that nothing is lost between.
+    """
+    for model, runs in wanted.items():
+        missing = [run for key, run in runs.items() if key not in rows]
+        if missing:
+            kept = None if partial is None else partial(model, missing)
+            found = measure(model, missing, kept)
+            append_rows(path, found)
+            if kept is not None:
+                kept.unlink(missing_ok=True)
+            rows |= {key_of(row): row for row in found}
+
+
+def measure_each(
+    path: pathlib.Path, rows: dict[K, Row], todo: Mapping[K, str], measure: Callable[[K], Row]
+) -> list[str]:
+    """Trains models of text one after another. Adds each row to the file and to `rows`.
+
+    Args:
+      path, rows: as for `train_missing`.
+      todo: key → what is printed of it.
+      measure: key → its row. A FloatingPointError, of a model that diverged, does not stop the others.
+
+    Returns:
+      What was printed of those that diverged.
+    """
+    failed = []
+    for number, (key, told) in enumerate(todo.items(), 1):
+        started = time.perf_counter()
+        try:
+            rows[key] = measure(key)
+        except FloatingPointError as error:
+            failed.append(told)
+            print(f"{told} FAILED: {error}", flush=True)
+            continue
+        append_row(path, rows[key])
+        found, seconds = rows[key]["bits_per_byte"], time.perf_counter() - started
+        print(f"[{number}/{len(todo)}] {told}: {found:.3f} bits per byte, {seconds:.0f} s", flush=True)
+    return failed
+
+
+def forward_flops(config: ModelConfig, length: int) -> tuple[int, int]:
+    """Of the layers for one sequence, and of the head for one token."""
+    graphdef, params = nnx.split(abstract_model(config), nnx.Param)
+    tokens, hidden = jax.ShapeDtypeStruct((1, length), jnp.int32), jax.ShapeDtypeStruct((1, config.dim), config.dtype)
+    body = count_flops(lambda p, x: nnx.merge(graphdef, p).hidden(x), params, tokens)
+    return body, count_flops(lambda p, x: nnx.merge(graphdef, p).logits(x), params, hidden)
+
+
+def end_of_plan(flops: float, command: str, names: Sequence[str], out: str, size: str = "paper") -> Iterable[str]:
+    """The last lines of a plan: its FLOPs, and the commands of one accelerator, or of two hosts with half of the models each.
+
+    Each host writes to a folder of its own: hosts may share a file system without sharing its locks.
+    """
+    parts = [part for part in (names[::2], names[1::2]) if part]
+    return [
+        f"Together {flops / 1e15:,.0f} PFLOP: {flops / 40e12 / 3600:,.0f} hours of one accelerator at 40 TFLOP/s.",
+        "One accelerator, row by row:",
+        f"    {command} --out {out}",
+        "Two hosts, each with its own models and its own folder; then their rows in one file:",
+        *(f"    {command} --models {' '.join(part)} --out {out}/host-{host}" for host, part in enumerate(parts)),
+        f"    cat {out}/host-*/{size}.jsonl > {out}/{size}.jsonl",
+    ]
