@@ -1,18 +1,16 @@
-"""The cases that `kernels_tpu.py` compiles, their programs, and the operations and bytes of their kernels, from their traces.
+"""The cases that `kernels_tpu.py` compiles, their programs, and the bytes that those must move.
 
 jax is imported only where a program is built, so that a table or plot of finished rows does not need it.
 """
 
 import dataclasses
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 BATCH, TIME, HEADS = 1, 4096, 16  # as in a 340M model at d = 64
 MATRICES = 256  # matrices per call of newton_schulz
 STEPS = 5
 WINDOW = 4
-PASSES = {"HIGHEST": 6}  # bfloat16 passes per float32 product; otherwise one
 
 VARIANTS = {
     "product": ("plain",),
@@ -117,13 +115,19 @@ def program(case: Case) -> tuple[Callable[..., Any], list[Any]]:
     }[case.operation](case)
     if case.direction == "forward":
         return forward, shapes
+    return with_gradients(forward), [*shapes, jax.eval_shape(forward, *shapes)]
+
+
+def with_gradients(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of the arguments and the outputs' cotangents: the outputs, and the gradients of all arguments."""
+    import jax
 
     def both(*arguments: Any) -> Any:
         *arguments, dy = arguments
         y, pullback = jax.vjp(forward, *arguments)
         return y, pullback(dy)
 
-    return both, [*shapes, jax.eval_shape(forward, *shapes)]
+    return both
 
 
 def _shape(*shape: int, dtype: str = "float32") -> Any:
@@ -195,22 +199,37 @@ def _delta_rule(case: Case) -> tuple[Callable[..., Any], list[Any]]:
         flat = _by_heads(lambda _, *x: delta_rule(*x, chunk_size=case.chunk)[0])
         return lambda *x: flat(None, *x), shapes
 
+    from atlasjax import rules
+
+    rule = rules.gated_delta_rule() if gated else rules.delta_rule()
+    names = ("step_size", "retention") if gated else ("step_size",)
+    return _scan_from_zero(case, rule.unbounded(), names), shapes  # the kernel's call has no bound either
+
+
+def _scan(case: Case, rule: Any, names: Sequence[str]) -> tuple[Callable[..., Any], Any]:
+    """XLA's engine, as a function of parameters, q, k, v and the gates with these names; and the shapes of the parameters."""
     import jax
 
-    from atlasjax import memory, rules
+    from atlasjax import memory
 
-    rule = (rules.gated_delta_rule() if gated else rules.delta_rule()).unbounded()  # as the kernel's call
     sizes = {"num_heads": HEADS, "key_dim": case.dim, "value_dim": case.dim}
-    empty = jax.eval_shape(lambda: memory.init_params(rule, jax.random.key(0), **sizes))
+    params = jax.eval_shape(lambda: memory.init_params(rule, jax.random.key(0), **sizes))
 
-    def call(_: Any, q: Any, k: Any, v: Any, beta: Any, decay: Any = None) -> Any:
-        # The kernel's memory also starts at zero.
-        params = jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), empty)
-        gates = memory.Gates(retention=decay, step_size=beta)
+    def scan(params: Any, q: Any, k: Any, v: Any, *given: Any) -> Any:
+        gates = memory.Gates(**dict(zip(names, given, strict=True)))
         return memory.scan(rule, params, None, q, k, v, gates, implementation="xla")[0]
 
-    flat = _by_heads(call)
-    return lambda *x: flat(None, *x), shapes
+    return scan, params
+
+
+def _scan_from_zero(case: Case, rule: Any, names: Sequence[str]) -> Callable[..., Any]:
+    """`_scan` without parameters, because the kernel's memory also starts at zero."""
+    import jax
+
+    scan, params = _scan(case, rule, names)
+    zeros = lambda: jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), params)
+    flat = _by_heads(lambda _, *x: scan(zeros(), *x))
+    return lambda *x: flat(None, *x)
 
 
 def _linear_rule(case: Case) -> tuple[Callable[..., Any], list[Any]]:
@@ -232,22 +251,13 @@ def _linear_rule(case: Case) -> tuple[Callable[..., Any], list[Any]]:
         flat = _by_heads(kernel)
         return lambda *x: flat(None, *x), shapes
 
-    from atlasjax import memory, rules
+    from atlasjax import rules
     from atlasjax.memory import retention
 
     delta = dataclasses.replace(rules.delta_rule(), retention=retention.Channel())
-    rule = {"gla": rules.gla, "rwkv7": rules.rwkv7, "channel_delta": lambda: delta}[case.variant]().unbounded()
-    sizes = {"num_heads": HEADS, "key_dim": case.dim, "value_dim": case.dim}
-    empty = jax.eval_shape(lambda: memory.init_params(rule, jax.random.key(0), **sizes))
-
-    def call(_: Any, q: Any, k: Any, v: Any, decay: Any, *given: Any) -> Any:
-        params = jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), empty)
-        names = ("removal_key", "removal") if removes else ("step_size",)
-        gates = memory.Gates(retention=decay, **dict(zip(names, given, strict=True)))
-        return memory.scan(rule, params, None, q, k, v, gates, implementation="xla")[0]
-
-    flat = _by_heads(call)
-    return lambda *x: flat(None, *x), shapes
+    rule = {"gla": rules.gla, "rwkv7": rules.rwkv7, "channel_delta": lambda: delta}[case.variant]()
+    names = ("retention", "removal_key", "removal") if removes else ("retention", "step_size")
+    return _scan_from_zero(case, rule.unbounded(), names), shapes
 
 
 def _chunk_memory(case: Case) -> tuple[Callable[..., Any], list[Any]]:
@@ -264,12 +274,7 @@ def _chunk_memory(case: Case) -> tuple[Callable[..., Any], list[Any]]:
     momentum = window == 1
     floor = bound is not None and case.engine == "pallas_tpu"  # XLA's engine computes it
     gates = [_gate()] * (3 if momentum else 2) + ([_gate(WINDOW)] if window > 1 else []) + [_gate()] * floor
-
-    def named(given: Any) -> dict[str, Any]:
-        names = (
-            ["retention", "step_size"] + (["momentum_decay"] if momentum else ["window_weights"]) + ["floor"] * floor
-        )
-        return dict(zip(names, given, strict=True))
+    names = ["retention", "step_size", "momentum_decay" if momentum else "window_weights", *["floor"] * floor]
 
     if case.engine == "pallas_tpu":
         from pallas_kernels.chunk_memory import chunk_memory
@@ -284,9 +289,8 @@ def _chunk_memory(case: Case) -> tuple[Callable[..., Any], list[Any]]:
                 objective = LimitedSlope(objective, bound.slope)
                 limits = {"step_bound": bound.step, "norm_bound": bound.weight_norm}
                 limits |= {"horizon": bound.horizon} if momentum else {}
-            return chunk_memory(
-                structure, objective, weights, momenta, q, k, v, **named(given), **limits, chunk_size=case.chunk
-            )[0]
+            limits |= dict(zip(names, given, strict=True))
+            return chunk_memory(structure, objective, weights, momenta, q, k, v, **limits, chunk_size=case.chunk)[0]
 
         return _by_heads(kernel), [weights, *_tokens(case), *gates]
 
@@ -294,102 +298,8 @@ def _chunk_memory(case: Case) -> tuple[Callable[..., Any], list[Any]]:
         structure, objectives.L2(), window=window, chunk_size=case.chunk,
         optimizer=optimizers.Momentum() if momentum else optimizers.GradientDescent(), bound=bound,
     )  # fmt: skip
-    sizes = {"num_heads": HEADS, "key_dim": case.dim, "value_dim": case.dim}
-    params = jax.eval_shape(lambda: memory.init_params(rule, jax.random.key(0), **sizes))
-
-    def scan(params: Any, q: Any, k: Any, v: Any, *given: Any) -> Any:
-        return memory.scan(rule, params, None, q, k, v, memory.Gates(**named(given)), implementation="xla")[0]
-
+    scan, params = _scan(case, rule, names)
     return _by_heads(scan), [params, *_tokens(case), *gates]
-
-
-@dataclasses.dataclass(frozen=True)
-class Product:
-    """[rows, depth] × [depth, columns] in a number of bfloat16 passes, for each of some heads."""
-
-    rows: int
-    depth: int
-    columns: int
-    passes: int
-    heads: int = 1
-
-    @property
-    def operations(self) -> int:
-        return 2 * self.heads * self.rows * self.depth * self.columns
-
-    def tiled(self, edge: int) -> int:
-        """Operations of a unit that holds [edge, edge] of one operand while rows of the other pass through, eight at a time."""
-        whole = lambda size, unit: -(-size // unit) * unit
-        held = lambda held, passing: 2 * whole(self.depth, edge) * whole(held, edge) * whole(passing, 8)
-        return self.heads * self.passes * min(held(self.columns, self.rows), held(self.rows, self.columns))
-
-
-@dataclasses.dataclass(frozen=True)
-class Kernel:
-    """A traced `pallas_call`: its arrays, grid steps, products per step, and the total bytes moved by its blocks."""
-
-    name: str
-    arrays: int
-    steps: int
-    products: tuple[Product, ...]
-    block_bytes: int
-
-
-def kernels_of(function: Callable[..., Any], shapes: list[Any]) -> list[Kernel]:
-    """The kernels of a program, from its jaxpr and without a compiler. Products whose result is unused do not count."""
-    import jax
-    from jax.interpreters import partial_eval
-
-    kernels = []
-    for equation in _equations(jax.make_jaxpr(function)(*shapes).jaxpr, "pallas_call"):
-        body, mapping = equation.params["jaxpr"], equation.params["grid_mapping"]
-        body, *_ = partial_eval.dce_jaxpr(body, [True] * len(body.outvars), instantiate=True)
-        products = tuple(_product(x) for x in _equations(body, "dot_general"))
-        moved = sum(_moved(block, mapping.grid) for block in mapping.block_mappings)
-        kernels.append(
-            Kernel(equation.params["name"], len(mapping.block_mappings), math.prod(mapping.grid), products, moved)
-        )
-    return kernels
-
-
-def _equations(jaxpr: Any, primitive: str) -> Iterator[Any]:
-    """Equations of a primitive in a jaxpr and in the jaxprs it calls, except inside another kernel."""
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == primitive:
-            yield equation
-        elif equation.primitive.name != "pallas_call":
-            for value in equation.params.values():
-                for inner in value if isinstance(value, tuple | list) else (value,):
-                    inner = getattr(inner, "jaxpr", inner)
-                    if hasattr(inner, "eqns"):
-                        yield from _equations(inner, primitive)
-
-
-def _product(equation: Any) -> Product:
-    (left_axes, _), batch = equation.params["dimension_numbers"]
-    left, right = (x.aval for x in equation.invars)
-    heads = math.prod(left.shape[i] for i in batch[0])  # of one program
-    depth = math.prod(left.shape[i] for i in left_axes)
-    precision = equation.params["precision"]
-    wide = left.dtype == right.dtype == "float32"
-    passes = PASSES.get(precision[0].name, 1) if precision and wide else 1
-    rows, columns = (math.prod(x.shape) // depth // heads for x in (left, right))
-    return Product(rows, depth, columns, passes, heads)
-
-
-def _moved(block: Any, grid: tuple[int, ...]) -> int:
-    """Bytes of a block over the whole grid. It is moved whenever its index changes from one step to the next."""
-    import jax
-    import numpy as np
-    from jax.extend import core
-
-    moves = 1
-    if grid:
-        places = np.stack([axis.ravel() for axis in np.indices(grid, dtype=np.int32)])
-        blocks = np.stack(jax.vmap(core.jaxpr_as_fun(block.index_map_jaxpr))(*places), axis=-1)
-        moves += int((blocks[1:] != blocks[:-1]).any(axis=1).sum())
-    sizes = [getattr(size, "block_size", size if isinstance(size, int) else 1) for size in block.block_shape]
-    return moves * math.prod(sizes) * block.array_aval.dtype.itemsize
 
 
 def ideal_bytes(case: Case) -> int:

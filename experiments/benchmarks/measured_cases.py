@@ -8,7 +8,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from experiments.benchmarks.kernel_cases import DIRECTIONS, STEPS, WINDOW
+from experiments.benchmarks.kernel_cases import DIRECTIONS, STEPS, WINDOW, with_gradients
 
 CHUNK = 64
 # Operation → its kernel, as named in `memory.fastest`; None if no choice depends on it. Those named "_bounded" are the rules as
@@ -231,16 +231,7 @@ def function(case: Case, engine: str) -> Callable[..., Any]:
 
 def program(forward: Callable[..., Any], direction: str) -> Callable[..., Any]:
     """A function of all arrays of `inputs` that returns y, and for "both" also the gradients of all except the cotangent."""
-    import jax
-
-    def run(*arguments: Any) -> Any:
-        *arguments, dy = arguments
-        if direction == "forward":
-            return forward(*arguments)
-        y, pullback = jax.vjp(forward, *arguments)
-        return y, pullback(dy)
-
-    return run
+    return with_gradients(forward) if direction == "both" else lambda *arguments: forward(*arguments[:-1])
 
 
 def definition(case: Case, engine: str) -> Callable[..., Any]:

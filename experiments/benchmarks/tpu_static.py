@@ -259,7 +259,7 @@ def measure(case: Any, chip: Chip, folder: pathlib.Path) -> dict[str, Any]:
     from jax.experimental import topologies
     from jax.sharding import Mesh, SingleDeviceSharding, use_abstract_mesh
 
-    from experiments.benchmarks import kernel_cases
+    from experiments.benchmarks import kernel_cases, kernel_work
 
     function, shapes = kernel_cases.program(case)
     device = topologies.get_topology_desc(chip.topology, platform="tpu").devices[0]
@@ -274,7 +274,7 @@ def measure(case: Any, chip: Chip, folder: pathlib.Path) -> dict[str, Any]:
     scheduled, arrays = schedules(folder), kernel_arrays(text)
     kernels = []
     with use_abstract_mesh(mesh):
-        traced = kernel_cases.kernels_of(function, shapes)
+        traced = kernel_work.kernels_of(function, shapes)
     for kernel in traced:
         # XLA numbers kernels of the same name in its own order.
         alike = [x for x in arrays if re.fullmatch(rf"{re.escape(kernel.name)}(\.\d+)?", x)]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
 
-from experiments.benchmarks import kernel_cases, kernel_plots, kernel_report, kernels_tpu, tpu_static
+from experiments.benchmarks import kernel_cases, kernel_plots, kernel_report, kernel_work, kernels_tpu, tpu_static
 from experiments.benchmarks.kernel_cases import Case
 from experiments.rows import read_rows
 from pallas_kernels.newton_schulz import forms
@@ -132,7 +132,7 @@ def test_arrays_are_counted_in_the_tiles_that_hold_them():
 @pytest.mark.parametrize("form", ["direct", "gram"])
 def test_products_of_newton_schulz_by_hand(form):
     forward, shapes = kernel_cases.program(Case("newton_schulz", form, 64, "float32", "both", "pallas_tpu"))
-    found = kernel_cases.kernels_of(forward, shapes)
+    found = kernel_work.kernels_of(forward, shapes)
     assert [kernel.arrays for kernel in found] == [2, 3]
     large, small, steps = 2 * 64 * 64 * 256, 2 * 64**3, kernel_cases.STEPS
     forward_only = forms.operations(64, 256, steps, form, backward=False)
@@ -148,7 +148,7 @@ def test_products_of_newton_schulz_by_hand(form):
 def test_floor_and_bytes_of_the_delta_rule_by_hand():
     dim, m = 32, 64
     case = Case("delta_rule", "plain", dim, "bfloat16", "forward", "pallas_tpu")
-    (kernel,) = kernel_cases.kernels_of(*kernel_cases.program(case))
+    (kernel,) = kernel_work.kernels_of(*kernel_cases.program(case))
     levels = int(math.log2(m))
     tokens = 2 * m * m * dim * 3 + 2 * m * dim * dim * 3  # K Kᵀ, Q Kᵀ, (Q Kᵀ) U; K Wᵀ, Q Wᵀ, Uᵀ K: bfloat16
     # Halves of the system side by side: two products a level but the first two, of half the rows and of half the depth, and three
@@ -177,7 +177,7 @@ def test_products_without_a_use_and_tiles():
 
     call = pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct((64, 96), "float32"))
     shapes = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((64, 64), (64, 96))]
-    (found,) = kernel_cases.kernels_of(call, shapes)
+    (found,) = kernel_work.kernels_of(call, shapes)
     (product,) = found.products
     assert (product.rows, product.depth, product.columns, product.passes) == (64, 64, 96, 1)
     # Either side may be the one that is held: 64 rows of it, in a tile of 128, take 96 rows of the other.
