@@ -150,22 +150,6 @@ def test_rows_are_kept_and_resumed(tmp_path, monkeypatch, capsys):
         run.main(["--seeds", "4", *options[4:]])
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--memories", "linaer"], "Did you mean 'linear'"),
-        (["--keys", "narow"], "Did you mean 'narrow'"),
-        (["--passes", "0"], "--passes must be at least 1"),
-        (["--pairs", "8", "4"], "rising numbers"),
-        (["--seeds", "0"], "seeds must be at least 1"),
-    ],
-)
-def test_bad_options_are_refused(options, words, capsys):
-    with pytest.raises(SystemExit):
-        run.main(options)
-    assert words in capsys.readouterr().err
-
-
 def test_recipe_and_memories():
     assert Recipe().seeds >= 5
     assert all(isinstance(memory, Memory) for memory in MEMORIES.values())

@@ -1,6 +1,7 @@
-"""The options of the benchmarks' commands, and which files import each other."""
+"""The options of the commands, and which files import each other."""
 
 import graphlib
+import importlib
 import json
 import os
 import pathlib
@@ -62,3 +63,52 @@ def test_no_circles_of_files():
         for path in (ROOT / "experiments").rglob("*.py")
     }
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, with the files
+
+
+@pytest.mark.parametrize(
+    ("experiment", "options", "words"),
+    [
+        ("capacity", ["--memories", "linaer"], "Did you mean 'linear'"),
+        ("capacity", ["--keys", "narow"], "Did you mean 'narrow'"),
+        ("capacity", ["--passes", "0"], "--passes must be at least 1"),
+        ("capacity", ["--pairs", "8", "4"], "rising numbers"),
+        ("capacity", ["--seeds", "0"], "seeds must be at least 1"),
+        ("efficiency", ["--lengths", "0"], "--lengths must be at least 1"),
+        ("efficiency", ["--rounds", "0"], "rounds must be at least 1"),
+        ("efficiency", ["--size", "tinny"], "Did you mean"),
+        ("mad", ["--models", "atlsa"], "Did you mean 'atlas'"),
+        ("mad", ["--tasks", "memorisation"], "Did you mean 'memorization'"),
+        ("mad", ["--seeds", "0"], "--seeds must be at least 1"),
+        ("mad", ["--steps", "0"], "steps must be at least 1"),
+        ("mad", ["--models", "delta", "--width", "40"], "do not divide the width 40"),
+        ("mqar", ["--models", "titan"], "Did you mean 'titans'"),
+        ("mqar", ["--seeds", "0"], "--seeds must be at least 1"),
+        ("mqar", ["--models", "delta", "--widths", "40"], "do not divide the width 40"),
+        ("mqar", ["--size", "paper", "--batch-size", "30000"], "sizes must be at least batch_size=30000"),
+        ("needles", ["--models", "atlsa"], "Did you mean 'atlas'"),
+        ("needles", ["--seeds", "0"], "--seeds must be at least 1"),
+        ("needles", ["--steps", "0"], "steps must be at least 1"),
+        ("needles", ["--lengths", "64"], "length must be at least"),
+        ("needles", ["--models", "delta", "--width", "40"], "do not divide the width 40"),
+        ("language", ["--only", "titan"], "Did you mean"),
+        ("language", ["--seeds", "0"], "--seeds must be at least 1"),
+        ("language", ["--rates", "0"], "--rates must be above 0"),
+        ("language", ["--bin", "48"], "bin must divide length"),
+        ("language", ["--held-out", "0.9"], "held_out must be above 0"),
+        ("language", ["--text", "missing.txt"], "missing.txt: no such file"),
+        ("language", ["--text", "books.txt"], "'books' names the rows"),
+        ("studies", ["--only", "elastic-exp-3x"], "Did you mean"),
+        ("studies", ["--seeds", "0"], "--seeds must be at least 1"),
+        ("studies", ["--steps", "0"], "steps must be at least 1"),
+        ("studies", ["--learning-rate", "-1"], "learning_rate must be above 0"),
+        ("studies", ["--text", "missing.txt"], "missing.txt: no such file"),
+        ("studies", ["--text", "embedded.txt"], "'embedded' names the rows"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_is_trained(experiment, options, words, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("books", "embedded"):  # what rows of other texts are called
+        (tmp_path / f"{name}.txt").write_text("a text")
+    with pytest.raises(SystemExit):
+        importlib.import_module(f"experiments.{experiment}.run").main(options)
+    assert words in capsys.readouterr().err

@@ -6,7 +6,6 @@ import json
 import jax
 import pytest
 
-from atlasjax import cli
 from atlasjax.nn.abstract import count_parameters
 from atlasjax.presets import get_preset
 from atlasjax.train import state as state_lib
@@ -135,42 +134,8 @@ def test_signs_of_the_comparisons():
     assert found["positions 16 to 64"].effect == pytest.approx(1.6)
 
 
-def test_commands_of_the_pod_are_real(monkeypatch):
-    class Reached(BaseException):
-        pass
-
-    def train(config, **_):
-        trained.append(config)
-        raise Reached
-
-    trained = []
-    monkeypatch.setattr("atlasjax.cli.train.train", train)
-    monkeypatch.setattr("atlasjax.cli.train._with_vocabulary", lambda config: config)  # it opens the texts
-    monkeypatch.setattr("atlasjax.cli.options.train.run_config", lambda _: None)
-    monkeypatch.setattr("atlasjax.cli.options.train.check_there", lambda _: None)
-    for name, _, command in runs():
-        if name in ("titans-grm", "retnet-lmm"):
-            with pytest.raises(Reached):
-                cli.main(command.split()[1:])
-    assert trained[0].model.memory.caching.aggregation == "grm"
+def test_commands_of_the_pod_are_real(config_of_command):
+    found = {name: config_of_command(line) for name, _, line in runs() if name in ("titans-grm", "retnet-lmm")}
+    assert found["titans-grm"].model.memory.caching.aggregation == "grm"
+    assert "retnet-lmm" in found
     assert "EFLOP" in plan()
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--only", "titan"], "Did you mean"),
-        (["--seeds", "0"], "--seeds must be at least 1"),
-        (["--rates", "0"], "--rates must be above 0"),
-        (["--bin", "48"], "bin must divide length"),
-        (["--held-out", "0.9"], "held_out must be above 0"),
-        (["--text", "missing.txt"], "missing.txt: no such file"),
-        (["--text", "books.txt"], "'books' names the rows"),
-    ],
-)
-def test_bad_options_are_refused(options, words, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "books.txt").write_text("a text")
-    with pytest.raises(SystemExit):
-        run.main(options)
-    assert words in capsys.readouterr().err

@@ -277,19 +277,3 @@ def test_the_plan_of_the_paper_trains_nothing(monkeypatch, capsys, tmp_path):
     assert "--size paper --go" in out
     assert f"--models delta --out {tmp_path}/host-0" in out
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--models", "atlsa"], "Did you mean 'atlas'"),
-        (["--tasks", "memorisation"], "Did you mean 'memorization'"),
-        (["--seeds", "0"], "--seeds must be at least 1"),
-        (["--steps", "0"], "steps must be at least 1"),
-        (["--models", "delta", "--width", "40"], "do not divide the width 40"),
-    ],
-)
-def test_bad_options_are_refused(options, words, capsys):
-    with pytest.raises(SystemExit):
-        run.main(options)
-    assert words in capsys.readouterr().err

@@ -190,18 +190,3 @@ def test_the_best_rate_and_the_order_of_seeds():
         for seed, accuracy in accuracies.items()
     ]
     assert [row["accuracy"] for row in best(rows)["a", 16]] == [0.5, 0.7]
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--models", "titan"], "Did you mean 'titans'"),
-        (["--seeds", "0"], "--seeds must be at least 1"),
-        (["--models", "delta", "--widths", "40"], "do not divide the width 40"),
-        (["--size", "paper", "--batch-size", "30000"], "sizes must be at least batch_size=30000"),
-    ],
-)
-def test_bad_options_are_refused(options, words, capsys):
-    with pytest.raises(SystemExit):
-        run.main(options)
-    assert words in capsys.readouterr().err

@@ -256,19 +256,3 @@ def test_the_plan_of_the_paper_trains_nothing(monkeypatch, capsys, tmp_path):
     assert "1 models × 3 seeds × 2 rates = 6 runs" in out
     assert "--size paper --go" in out
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--models", "atlsa"], "Did you mean 'atlas'"),
-        (["--seeds", "0"], "--seeds must be at least 1"),
-        (["--steps", "0"], "steps must be at least 1"),
-        (["--lengths", "64"], "length must be at least"),
-        (["--models", "delta", "--width", "40"], "do not divide the width 40"),
-    ],
-)
-def test_bad_options_are_refused(options, words, capsys):
-    with pytest.raises(SystemExit):
-        run.main(options)
-    assert words in capsys.readouterr().err

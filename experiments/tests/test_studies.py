@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from atlasjax import cli
 from atlasjax.mixers.elastic import hippo
 from atlasjax.nn import CachingConfig
 from atlasjax.nn.abstract import count_parameters
@@ -199,44 +198,10 @@ def test_rows_of_another_text_with_the_same_name_are_refused(tmp_path, monkeypat
     assert "rows of another recipe" in capsys.readouterr().err
 
 
-def test_commands_of_the_paper_are_real(monkeypatch):
-    class Reached(BaseException):
-        pass
-
-    def train(config, **_):
-        trained.append(config)
-        raise Reached
-
-    trained = []
-    monkeypatch.setattr("atlasjax.cli.train.train", train)
-    monkeypatch.setattr("atlasjax.cli.train._with_vocabulary", lambda config: config)  # it opens the texts
-    monkeypatch.setattr("atlasjax.cli.options.train.run_config", lambda _: None)
-    monkeypatch.setattr("atlasjax.cli.options.train.check_there", lambda _: None)
-    for name, _, command in runs():
-        if name in ("elastic-uniform-16x", "block", "titans-ssc-age"):
-            with pytest.raises(Reached):
-                cli.main(command.split()[1:])
-    elastic, block, gate = (config.model for config in trained)
+def test_commands_of_the_paper_are_real(config_of_command):
+    chosen = ("elastic-uniform-16x", "block", "titans-ssc-age")
+    elastic, block, gate = (config_of_command(line).model for name, _, line in runs() if name in chosen)
     assert (elastic.elastic.order, elastic.elastic.block_size, elastic.block_attention.block_size) == (8640, 2048, 2048)
     assert elastic.pattern.index("elastic") == 8
     assert set(block.pattern) == {"block_attention"}
     assert gate.memory.caching == CachingConfig("ssc", 256, connector="age", capacity=15)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--only", "elastic-exp-3x"], "Did you mean"),
-        (["--seeds", "0"], "--seeds must be at least 1"),
-        (["--steps", "0"], "steps must be at least 1"),
-        (["--learning-rate", "-1"], "learning_rate must be above 0"),
-        (["--text", "missing.txt"], "missing.txt: no such file"),
-        (["--text", "embedded.txt"], "'embedded' names the rows"),
-    ],
-)
-def test_bad_options_are_refused(options, words, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "embedded.txt").write_text("a text")
-    with pytest.raises(SystemExit):
-        run.main(options)
-    assert words in capsys.readouterr().err
