@@ -84,32 +84,58 @@ MAY_IMPORT = {
 MAY_IMPORT |= {f"atlasjax.{name}": {"atlasjax", "atlasjax.mixers"} for name in ("elastic", "gam")}  # public names
 ON_TOP = {"atlasjax", "atlasjax.__main__", "atlasjax.cli"}  # may import all; nothing below knows the command line
 # Inside `atlasjax.memory`: each room or module and what it may import of it besides itself.
-_SHARED = {"axes", "blocks", "check", "gates", "grid", "layerwise", "limits", "meshes", "products", "rule"}
+_SHARED = {
+    "axes",
+    "blocks",
+    "check",
+    "family",
+    "gates",
+    "grid",
+    "layerwise",
+    "limits",
+    "meshes",
+    "products",
+    "rule",
+    "tokens",
+}
 _FAMILIES = {"fast_weights", "softmax", "caching", "log_linear"}
 MEMORY_MAY_IMPORT = {
     "axes": {"blocks"},
     "gates": set(),
+    "tokens": {"gates"},
     "blocks": {"products"},
     "products": set(),
     "limits": {"axes", "blocks", "meshes"},
-    "meshes": set(),
+    "meshes": {"tokens"},
     "grid": set(),
-    "layerwise": {"gates", "grid", "rule"},
-    "check": {"gates"},
-    "rule": {"check", "gates"},
-    "partition": {"gates", "rule"},
+    "layerwise": {"grid", "rule", "tokens"},
+    "check": {"gates", "tokens"},
+    "rule": {"check", "gates", "tokens"},
+    "family": {"gates", "layerwise", "rule", "tokens"},
+    "partition": {"rule", "tokens"},
     "choices": {"axes", "gates", "fast_weights"},  # the last one for the type of parameters
     "fast_weights": _SHARED | {"choices"},
     "softmax": _SHARED | {"choices"},
     "caching": _SHARED | {"fast_weights", "softmax", "wrapped"},
     "log_linear": _SHARED | {"caching", "wrapped"},
-    "wrapped": {"gates", "rule"},
+    "wrapped": {"family", "gates", "rule", "tokens"},
     "saved": {"check", "rule"},
     "tuned": set(),
-    "backends": {"fast_weights", "gates", "rule", "tuned"},  # the types of what kernels are asked
+    "backends": {"fast_weights", "gates", "rule", "tokens", "tuned"},  # the types of what kernels are asked
     "suggested": {"gates", "rule"},
-    "truncation": {"gates", "grid", "meshes", "rule"},
-    "api": {"backends", "check", "fast_weights", "gates", "layerwise", "meshes", "partition", "rule", "truncation"},
+    "truncation": {"grid", "meshes", "rule", "tokens"},
+    "api": {
+        "backends",
+        "check",
+        "fast_weights",
+        "gates",
+        "layerwise",
+        "meshes",
+        "partition",
+        "rule",
+        "tokens",
+        "truncation",
+    },
 }
 HEAVY = [
     "orbax",

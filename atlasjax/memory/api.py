@@ -19,7 +19,8 @@ from atlasjax.memory.gates import Gates
 from atlasjax.memory.layerwise import step_layer, take_layer
 from atlasjax.memory.meshes import fresh_on_any_mesh, on_any_mesh, read_on_any_mesh
 from atlasjax.memory.partition import Partition, partitioned
-from atlasjax.memory.rule import Params, Rule, ScanCall, State, check_rule
+from atlasjax.memory.rule import Params, Rule, State, TokensCall, check_rule
+from atlasjax.memory.tokens import Tokens
 from atlasjax.memory.truncation import check_truncation, truncated
 
 for _backend in PALLAS:
@@ -141,9 +142,7 @@ def scan(
         raise ValueError(f"{where}: partition is for a MemoryRule, rule is a {type(rule).__name__}.")
     if implementation is not None and not isinstance(implementation, str):
         raise TypeError(f"{where}: implementation must be a name or None, got {implementation!r}.")
-    gates = check.whole_gates(rule, gates, q, v, where)
-    rule.check_call(params, state, q, k, v, gates, time=True, where=where)
-    check.check_arrays(where, params=params, state=state, q=q, k=k, v=v, gates=gates)
+    tokens = _checked(rule, params, state, Tokens(q, k, v, gates), where)
     segment_ids, max_segments = check.whole_segments(segment_ids, max_segments, q, where)
     if segment_ids is not None and not rule.segments_continue:
         kind = type(rule).__name__
@@ -157,7 +156,7 @@ def scan(
                 "from one piece to the next. Use truncation=None, or one call for each segment without segment_ids."
             )
     if check_gates:
-        check.check_gate_ranges(gates, where)
+        check.check_gate_ranges(tokens.gates, where)
     if state is not None and segment_ids is None:
         check.check_room(rule, state, q.shape[1], where)
     if at_chunk_start and state is not None and segment_ids is not None:
@@ -170,26 +169,25 @@ def scan(
             truncation = None
     run = _scan if truncation is None and partition is None else _jitted_scan
     return run(
-        rule, rule.for_heads(params, q.shape[2]), state, q, k, v, gates, segment_ids, max_segments=max_segments,
+        rule, rule.for_heads(params, q.shape[2]), state, tokens._replace(segment_ids=segment_ids), max_segments=max_segments,
         implementation=implementation, partition=partition, at_chunk_start=bool(at_chunk_start), truncation=truncation,
     )  # fmt: skip
 
 
 def _scan(
-    rule: Rule[Params, State], params: Params, state: State | None, q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates,
-    segment_ids: jax.Array | None, *, max_segments: int | None, implementation: str | None, partition: Partition | None,
-    at_chunk_start: bool, truncation: int | None,
+    rule: Rule[Params, State], params: Params, state: State | None, tokens: Tokens, *, max_segments: int | None,
+    implementation: str | None, partition: Partition | None, at_chunk_start: bool, truncation: int | None,
 ) -> tuple[jax.Array, State]:  # fmt: skip
     """`scan` after its checks."""
-    call: ScanCall[Params, State] = functools.partial(backends.run, implementation, rule, max_segments=max_segments)
+    call: TokensCall[Params, State] = functools.partial(backends.run, implementation, rule, max_segments=max_segments)
     started = _from_chunk_start(rule, call)
     first = started if at_chunk_start and state is not None else call
     if truncation is not None:
-        aligned = segment_ids is None and (at_chunk_start or state is None)
+        aligned = tokens.segment_ids is None and (at_chunk_start or state is None)
         first = truncated(rule, started if aligned else call, truncation)
     if partition is not None:
         first = partitioned(partition, rule, first)
-    return _on_any_mesh(rule, first, q.shape[1])(params, state, q, k, v, gates, segment_ids)
+    return _on_any_mesh(rule, first, tokens.q.shape[1])(params, state, tokens)
 
 
 # The engines are jitted themselves. What runs them in pieces or in parts is not, and would be compiled again by every call.
@@ -199,29 +197,21 @@ _jitted_scan = jax.jit(
 )
 
 
-def _from_chunk_start(rule: Rule[Params, State], call: ScanCall[Params, State]) -> ScanCall[Params, State]:
-    def run(
-        params: Params,
-        state: State | None,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        gates: Gates,
-        segment_ids: jax.Array | None,
-    ) -> tuple[jax.Array, State]:
+def _from_chunk_start(rule: Rule[Params, State], call: TokensCall[Params, State]) -> TokensCall[Params, State]:
+    def run(params: Params, state: State | None, tokens: Tokens) -> tuple[jax.Array, State]:
         assert state is not None
-        y, after = call(params, rule.known_chunk_start(state), q, k, v, gates, segment_ids)
-        return y, rule.after_known_start(after, state, q.shape[1])
+        y, after = call(params, rule.known_chunk_start(state), tokens)
+        return y, rule.after_known_start(after, state, tokens.q.shape[1])
 
     return run
 
 
 def _on_any_mesh(
     rule: Rule[Params, State], call: Callable[..., tuple[jax.Array, State]], time: int
-) -> Callable[..., tuple[jax.Array, State]]:
-    def run(params: Params, state: State | None, q: jax.Array, *rest: object) -> tuple[jax.Array, State]:
-        fresh = lambda params: rule.init_state(params, batch_size=q.shape[0], max_length=time)
-        return on_any_mesh(call, fresh)(params, state, q, *rest)
+) -> TokensCall[Params, State]:
+    def run(params: Params, state: State | None, tokens: Tokens) -> tuple[jax.Array, State]:
+        fresh = lambda params: rule.init_state(params, batch_size=tokens.q.shape[0], max_length=time)
+        return on_any_mesh(call, fresh)(params, state, tokens)
 
     return run
 
@@ -261,20 +251,35 @@ def step(
         raise ValueError("memory.step: state is None; start with memory.init_state.")
     where = "memory.step"
     check_rule(rule, where)
-    gates = check.whole_gates(rule, gates, q, v, where)
+    tokens = Tokens(q, k, v, gates)
+    tokens = tokens._replace(gates=check.whole_gates(rule, tokens, where))
     if layer is not None:
         layer = check.whole_layer(layer, state, where)
     own = take_layer(state, layer)
-    rule.check_call(params, own, q, k, v, gates, time=False, where=where)
-    check.check_arrays(where, params=params, state=state, q=q, k=k, v=v, gates=gates)
+    rule.check_call(params, own, *tokens[:4], time=False, where=where)
+    _check_arrays(params, state, tokens, where)
     if check_gates:
-        check.check_gate_ranges(gates, where)
+        check.check_gate_ranges(tokens.gates, where)
     check.check_room(rule, own, 1, where)
     params = rule.for_heads(params, q.shape[1])
     if layer is None:
-        return _on_any_mesh(rule, rule.step, 1)(params, state, q, k, v, gates)
-    run = lambda params, states, q, k, v, gates, layer: step_layer(rule, params, states, layer, q, k, v, gates)
-    return on_any_mesh(run, None, layers=True)(params, state, q, k, v, gates, layer)
+        run = lambda params, state, tokens: rule.step(params, state, *tokens[:4])
+        return _on_any_mesh(rule, run, 1)(params, state, tokens)
+    in_layer = lambda params, states, tokens, layer: step_layer(rule, params, states, layer, tokens)
+    return on_any_mesh(in_layer, None, layers=True)(params, state, tokens, layer)
+
+
+def _checked(rule: Rule[Params, State], params: Params, state: State | None, tokens: Tokens, where: str) -> Tokens:
+    """The tokens of a sequence with whole gates, after the checks of a call. Segment ids are not checked here."""
+    tokens = tokens._replace(gates=check.whole_gates(rule, tokens, where))
+    rule.check_call(params, state, *tokens[:4], time=True, where=where)
+    _check_arrays(params, state, tokens, where)
+    return tokens
+
+
+def _check_arrays(params: Params, state: State | None, tokens: Tokens, where: str) -> None:
+    q, k, v, gates, _ = tokens
+    check.check_arrays(where, params=params, state=state, q=q, k=k, v=v, gates=gates)
 
 
 def read(
@@ -378,9 +383,9 @@ def reference(
     """The definition: token by token, with inner gradients from `jax.grad`. Slow. Arguments and results as in `scan`."""
     where = "memory.reference"
     check_rule(rule, where)
-    gates = check.whole_gates(rule, gates, q, v, where)
-    rule.check_call(params, state, q, k, v, gates, time=True, where=where)
-    check.check_arrays(where, params=params, state=state, q=q, k=k, v=v, gates=gates)
+    tokens = _checked(rule, params, state, Tokens(q, k, v, gates), where)
     if segment_ids is not None:
         segment_ids, _ = check.whole_segments(segment_ids, q.shape[1], q, where)
-    return _on_any_mesh(rule, rule.reference, q.shape[1])(params, state, q, k, v, gates, segment_ids)
+        tokens = tokens._replace(segment_ids=segment_ids)
+    run = lambda params, state, tokens: rule.reference(params, state, *tokens)
+    return _on_any_mesh(rule, run, q.shape[1])(params, state, tokens)

@@ -16,6 +16,7 @@ from atlasjax.memory.fast_weights.rule import MemoryRule
 from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState
 from atlasjax.memory.gates import Gates
 from atlasjax.memory.rule import Params, Rule, State
+from atlasjax.memory.tokens import Tokens
 from atlasjax.names import resolve
 
 
@@ -82,36 +83,18 @@ class _XLA(_Everywhere):
     name = "xla"
 
     def scan(
-        self,
-        rule: Rule[Params, State],
-        params: Params,
-        state: State | None,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        gates: Gates,
-        segment_ids: jax.Array | None,
-        max_segments: int | None,
+        self, rule: Rule[Params, State], params: Params, state: State | None, *call: Any
     ) -> tuple[jax.Array, State]:
-        return rule.scan(params, state, q, k, v, gates, segment_ids, max_segments)
+        return rule.scan(params, state, *call)
 
 
 class _Reference(_Everywhere):
     name = "reference"
 
     def scan(
-        self,
-        rule: Rule[Params, State],
-        params: Params,
-        state: State | None,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        gates: Gates,
-        segment_ids: jax.Array | None,
-        max_segments: int | None,
+        self, rule: Rule[Params, State], params: Params, state: State | None, *call: Any
     ) -> tuple[jax.Array, State]:
-        return rule.reference(params, state, q, k, v, gates, segment_ids)
+        return rule.reference(params, state, *call[:-1])  # without max_segments
 
 
 BACKENDS: dict[str, Backend] = {"xla": _XLA(), "reference": _Reference()}
@@ -186,11 +169,7 @@ def run(
     rule: Any,  # of any family; a `Backend`, which is for a MemoryRule, gets it only if it has kernels
     params: PyTree,
     state: PyTree | None,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    gates: Gates,
-    segment_ids: jax.Array | None,
+    tokens: Tokens,
     *,
     max_segments: int | None,
 ) -> tuple[jax.Array, PyTree]:
@@ -199,7 +178,7 @@ def run(
     Raises:
       ValueError: the backend does not support the call. The message says why.
     """
-    packed = segment_ids is not None
+    q, packed = tokens.q, tokens.segment_ids is not None
     if implementation is not None:
         backend = backend_of(implementation)
         if rule.has_kernels or isinstance(backend, _Everywhere):
@@ -210,15 +189,15 @@ def run(
             raise ValueError(
                 f'memory.scan: implementation="{implementation}" cannot run this call: {reason}. Use "xla".'
             )
-        return backend.scan(rule, params, state, q, k, v, gates, segment_ids, max_segments)
+        return backend.scan(rule, params, state, *tokens, max_segments)
 
     alone = jax.device_count() == 1 or bool(jax.sharding.get_abstract_mesh().manual_axes)
     best: dict[str, Backend] = {}
-    for backend in _preferred(rule, q, v) if rule.has_kernels else ():
+    for backend in _preferred(rule, q, tokens.v) if rule.has_kernels else ():
         if (alone or backend.is_partitioned) and backend.unsupported(rule, params, state, q, packed) is None:
             best.setdefault(str(backend.platform), backend)
-    arrays = (params, state, q, k, v, gates, segment_ids)
-    by = lambda backend: lambda *arrays: backend.scan(rule, *arrays, max_segments)
+    arrays = (params, state, tokens)
+    by = lambda backend: lambda params, state, tokens: backend.scan(rule, params, state, *tokens, max_segments)
     default = by(BACKENDS["xla"])
     branches = {platform: by(backend) for platform, backend in best.items()}
     return jax.lax.platform_dependent(*arrays, default=default, **branches) if branches else default(*arrays)

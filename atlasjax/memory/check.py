@@ -14,6 +14,7 @@ from jaxtyping import Array, Int, PyTree
 
 from atlasjax.check import integer, is_number, plain_array
 from atlasjax.memory.gates import Gates
+from atlasjax.memory.tokens import Tokens
 from pallas_kernels.arguments import wide_dtype
 
 ARRAYS = (jax.Array, np.ndarray, np.generic)  # a tracer is a jax.Array; a jax.ShapeDtypeStruct has no values
@@ -165,20 +166,20 @@ def check_leaves(name: str, tree: PyTree, expected: PyTree, where: str) -> None:
 _VECTORS = ("connector", "removal_key")  # gates that are vectors, like keys; any floating-point dtype is allowed
 
 
-def whole_gates(rule: AnyRule, gates: Gates, q: jax.Array, v: jax.Array, where: str) -> Gates:
+def whole_gates(rule: AnyRule, tokens: Tokens, where: str) -> Gates:
     """Broadcasts gates, given as numbers or arrays, to [batch, time, heads(, channels)].
 
     Gates that do not broadcast are returned unchanged and refused by the check of the call.
 
     Args:
       rule: any rule; only its `gate_channels` is used.
-      gates: `Gates` of numbers and arrays.
-      q, v: tokens, [..., heads, dim].
+      tokens: with `Gates` of numbers and arrays.
       where: the function's name, for messages.
 
     Raises:
       TypeError: a gate of fewer than 32 bits.
     """
+    q, _, v, gates, _ = tokens
     arrays = all(isinstance(x, ARRAYS) and x.ndim >= 3 and x.dtype in _FLOATS for x in (q, v))
     if not isinstance(gates, Gates) or not arrays or not hasattr(rule, "gate_channels"):
         return gates
@@ -223,10 +224,7 @@ def check_output(structure: _Structure, key_dim: int, value_dim: int) -> None:
         )
 
 
-def check_call(
-    rule: AnyRule, params: PyTree, state: PyTree | None, q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates, *,
-    time: bool, where: str,
-) -> None:  # fmt: skip
+def check_call(rule: AnyRule, params: PyTree, state: PyTree | None, tokens: Tokens, *, time: bool, where: str) -> None:
     """Checks shapes, dtypes, and which gates are given.
 
     Raises:
@@ -234,6 +232,7 @@ def check_call(
       ValueError: a wrong shape, dtype or gate. The message names the argument, what it is and what it should be.
     """
     rule.check_params(params, where)
+    q, k, v, gates, _ = tokens
     num_heads, key_dim, value_dim = rule.sizes(params)
     heads: int | str = "heads" if num_heads is None else num_heads
     lead: tuple[int | str, ...] = ("batch", "time", heads) if time else ("batch", heads)

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from atlasjax.memory.gates import Gates
 from atlasjax.memory.grid import Tree
+from atlasjax.memory.tokens import Tokens
 
 if TYPE_CHECKING:
     from atlasjax.memory.rule import Params, Rule, State
@@ -140,15 +140,12 @@ def step_layer(
     params: "Params",
     states: "State",
     layer: Int[Array, ""],
-    q: Float[Array, "batch heads key_dim"],
-    k: Float[Array, "batch heads key_dim"],
-    v: Float[Array, "batch heads value_dim"],
-    gates: Gates,
+    tokens: Tokens,
 ) -> "tuple[Float[Array, 'batch heads value_dim'], State]":
     """`Rule.step_layer` of a rule that has it, otherwise `Rule.step` with a state that is taken out and put back whole."""
     if steps_in_place(rule):
-        return rule.step_layer(params, states, layer, q, k, v, gates)
-    y, state = rule.step(params, take_layer(states, layer), q, k, v, gates)
+        return rule.step_layer(params, states, layer, *tokens[:4])
+    y, state = rule.step(params, take_layer(states, layer), *tokens[:4])
     return y, put_layer(states, state, layer, y, f"{type(rule).__name__}.step")
 
 

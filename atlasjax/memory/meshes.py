@@ -11,6 +11,7 @@ from typing import TypeVar
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from atlasjax.memory.tokens import Tokens
 from pallas_kernels.varying import vary_like
 
 Tree = TypeVar("Tree")
@@ -29,7 +30,7 @@ def scan(body: Callable[[Carry, X], tuple[Carry, Y]], init: Carry, xs: X, *, rev
 def on_any_mesh(
     call: Callable[..., tuple[jax.Array, State]], fresh_state: Callable[[Params], State] | None, *, layers: bool = False
 ) -> Callable[..., tuple[jax.Array, State]]:
-    """Wraps a call `(params, state, q, …) → (y, state)` to run under shard_map and on a mesh with explicit axes.
+    """Wraps a call `(params, state, tokens, …) → (y, state)` to run under shard_map and on a mesh with explicit axes.
 
     Args:
       call: the call.
@@ -42,19 +43,20 @@ def on_any_mesh(
       batch and heads.
     """
 
-    def run(params: Params, state: State | None, q: jax.Array, *rest: object) -> tuple[jax.Array, State]:
-        params, state, q, rest = vary_like((params, state, q, rest))
-        explicit = _explicit_axes(q)
+    def run(params: Params, state: State | None, tokens: Tokens, *rest: object) -> tuple[jax.Array, State]:
+        params, state, tokens, rest = vary_like((params, state, tokens, rest))
+        explicit = _explicit_axes(tokens.q)
         if not explicit:
-            return call(params, state, q, *rest)
-        tokens = _whole_spec(q)
-        lead = (None, tokens[0]) if layers else (tokens[0],)
-        of_state = lambda x: PartitionSpec(*lead) if x.ndim == len(lead) else PartitionSpec(*lead, tokens[-2])
+            return call(params, state, tokens, *rest)
+        spec = _whole_spec(tokens.q)
+        lead = (None, spec[0]) if layers else (spec[0],)
+        of_state = lambda x: PartitionSpec(*lead) if x.ndim == len(lead) else PartitionSpec(*lead, spec[-2])
         after = state
         if state is None:
             assert fresh_state is not None
             after = jax.eval_shape(fresh_state, _unsharded(params))
-        return _automatic(call, q, explicit, (tokens, jax.tree.map(of_state, after)))(params, state, q, *rest)
+        specs = spec, jax.tree.map(of_state, after)
+        return _automatic(call, tokens.q, explicit, specs)(params, state, tokens, *rest)
 
     return run
 

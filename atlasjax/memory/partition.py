@@ -4,15 +4,14 @@ XLA partitions the code that it compiles, but not kernels, which are opaque to i
 """
 
 import dataclasses
-import functools
 import math
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from atlasjax.memory.gates import Gates
-from atlasjax.memory.rule import Params, Rule, ScanCall, State
+from atlasjax.memory.rule import Params, Rule, State, TokensCall
+from atlasjax.memory.tokens import Tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,45 +62,41 @@ class Partition:
 
 
 def partitioned(
-    partition: Partition, rule: Rule[Params, State], run: ScanCall[Params, State]
-) -> ScanCall[Params, State]:
-    """Wraps `run(params, state, q, k, v, gates, segment_ids)` → (y, state): each device runs its own part of the call.
+    partition: Partition, rule: Rule[Params, State], run: TokensCall[Params, State]
+) -> TokensCall[Params, State]:
+    """Wraps `run(params, state, tokens)` → (y, state): each device runs its own part of the call.
 
     Raises (by the call):
       ValueError: sizes are not divisible, or the tokens of the rule or of the call cannot be divided.
     """
     batch, time, heads = (axes or None for axes in (partition.batch, partition.time, partition.heads))
-    tokens = PartitionSpec(batch, time, heads)
+    of_tokens = lambda x: PartitionSpec(*(batch, time, heads)[: x.ndim])
     of_state = lambda x: PartitionSpec(batch) if x.ndim == 1 else PartitionSpec(batch, heads)
 
-    def call(
-        params: Params,
-        state: State | None,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        gates: Gates,
-        ids: jax.Array | None,
-    ) -> tuple[jax.Array, State]:
-        partition.check(q.shape[0], q.shape[2])
-        part, length = run, q.shape[1]
+    def part(params: Params, state: State | None, tokens: Tokens) -> tuple[jax.Array, State]:
+        if time is None:
+            return run(params, state, tokens)
+        of_device = lambda params, state, *given: run(params, state, Tokens(*given))
+        return rule.scan_part(time, of_device, params, state, *tokens)
+
+    def call(params: Params, state: State | None, tokens: Tokens) -> tuple[jax.Array, State]:
+        (rows, length), ids = tokens.q.shape[:2], tokens.segment_ids
+        partition.check(rows, tokens.q.shape[2])
         if time is not None:
             parts = math.prod(partition.mesh.shape[axis] for axis in time)
             check_divided(rule, f"Partition: time={time}", length, parts, packed=ids is not None)
-            part = functools.partial(rule.scan_part, time, run)
-            q, k, v, gates, ids = _padded(q, k, v, gates, ids, parts)
-        arguments = (params, state, q, k, v, gates, ids)
+            tokens = _padded(tokens, parts)
         specs = (
             jax.tree.map(lambda _: PartitionSpec(heads), params),
             jax.tree.map(of_state, state),
-            tokens, tokens, tokens, jax.tree.map(lambda _: tokens, gates), None if ids is None else PartitionSpec(batch, time),
-        )  # fmt: skip
-        after = jax.eval_shape(
-            lambda params: rule.init_state(params, batch_size=q.shape[0], max_length=q.shape[1]), params
+            jax.tree.map(of_tokens, tokens),
         )
-        outputs = (tokens, jax.tree.map(of_state, after))
+        after = jax.eval_shape(
+            lambda params: rule.init_state(params, batch_size=rows, max_length=tokens.q.shape[1]), params
+        )
+        outputs = (PartitionSpec(batch, time, heads), jax.tree.map(of_state, after))
         mapped = jax.shard_map(part, mesh=_mesh(partition), in_specs=specs, out_specs=outputs, check_vma=False)
-        y, state = mapped(*arguments)
+        y, state = mapped(params, state, tokens)
         return y[:, :length], state
 
     return call
@@ -129,12 +124,13 @@ def check_divided(rule: Rule, where: str, length: int, parts: int, *, packed: bo
         )
 
 
-def _padded(
-    q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates, ids: jax.Array | None, parts: int
-) -> tuple[jax.Array, jax.Array, jax.Array, Gates, jax.Array | None]:
+def _padded(tokens: Tokens, parts: int) -> Tokens:
     """The tokens with others after them that change nothing, so that `parts` divides their number."""
-    missing = -q.shape[1] % parts
+    missing = -tokens.q.shape[1] % parts
     pad = lambda x, value=0.0: jnp.pad(x, ((0, 0), (0, missing), *((0, 0),) * (x.ndim - 2)), constant_values=value)
-    retention = None if gates.retention is None else pad(gates.retention, 1.0)
-    ids = None if ids is None else jnp.pad(ids, ((0, 0), (0, missing)), mode="edge")  # no new segment
-    return pad(q), pad(k), pad(v), jax.tree.map(pad, gates)._replace(retention=retention), ids
+    alpha, ids = tokens.gates.retention, tokens.segment_ids
+    padded = jax.tree.map(pad, tokens._replace(segment_ids=None))
+    return padded._replace(
+        gates=padded.gates._replace(retention=None if alpha is None else pad(alpha, 1.0)),
+        segment_ids=None if ids is None else jnp.pad(ids, ((0, 0), (0, missing)), mode="edge"),  # no new segment
+    )

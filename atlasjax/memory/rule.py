@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from atlasjax.memory import check
 from atlasjax.memory.gates import Gates, Weights
+from atlasjax.memory.tokens import Tokens
 
 Params = TypeVar("Params")  # a rule's learned parameters
 State = TypeVar("State")  # its recurrent state
@@ -26,6 +27,8 @@ ScanCall = Callable[
     tuple[Float[Array, "batch time heads value_dim"], State],
 ]
 """(params, state, q, k, v, gates, segment_ids) → (y, state): a `scan` whose rule and options are chosen."""
+TokensCall = Callable[[Params, State | None, Tokens], tuple[Float[Array, "batch time heads value_dim"], State]]
+"""The same, with the tokens as one value."""
 
 
 class Sizes(NamedTuple):
@@ -215,7 +218,7 @@ class Rule(abc.ABC, Generic[Params, State]):
         where: str,
     ) -> None:
         """Raises TypeError or ValueError for an invalid argument. None of them has been checked."""
-        check.check_call(self, params, state, q, k, v, gates, time=time, where=where)
+        check.check_call(self, params, state, Tokens(q, k, v, gates), time=time, where=where)
 
     def check_state(self, params: Params, state: State, batch: int, heads: int, where: str) -> None:
         """Raises TypeError or ValueError if a state does not belong to this rule, these parameters and these sizes."""

@@ -5,16 +5,14 @@ memory grows with every write, and the gradient of a late output with respect to
 distance (`experiments.stability.gradients`). Outputs and states are not affected. Other rules forget instead.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from atlasjax.check import integer
 from atlasjax.memory import meshes
-from atlasjax.memory.gates import Gates
 from atlasjax.memory.grid import Tree
-from atlasjax.memory.rule import Params, Rule, ScanCall, State
+from atlasjax.memory.rule import Params, Rule, State, TokensCall
+from atlasjax.memory.tokens import Tokens
 
 
 def check_truncation(rule: Rule[Params, State], truncation: int, where: str) -> None:
@@ -31,48 +29,40 @@ def cut(state: Tree, where: jax.Array) -> Tree:
     return jax.tree.map(lambda x: jnp.where(where, jax.lax.stop_gradient(x), x), state)
 
 
-def truncated(rule: Rule[Params, State], call: ScanCall[Params, State], tokens: int) -> ScanCall[Params, State]:
-    """A scan in pieces of `tokens` tokens, counted from the start of the call. No gradient flows from a piece into an earlier one.
+def truncated(rule: Rule[Params, State], call: TokensCall[Params, State], length: int) -> TokensCall[Params, State]:
+    """A scan in pieces of `length` tokens, counted from the start of the call. No gradient flows from a piece into an earlier one.
 
     Args:
       rule: the rule.
       call: a scan of a piece, from a state.
-      tokens: length of a piece, shorter than the call.
+      length: number of tokens of a piece, less than those of the call.
     """
 
-    def run(
-        params: Params,
-        state: State | None,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        gates: Gates,
-        segment_ids: jax.Array | None,
-    ) -> tuple[jax.Array, State]:
-        batch, time = q.shape[:2]
-        given, count = (q, k, v, gates, segment_ids), time // tokens
+    def run(params: Params, state: State | None, tokens: Tokens) -> tuple[jax.Array, State]:
+        batch, time = tokens.q.shape[:2]
+        count = time // length
         start: State = rule.init_state(params, batch_size=batch, max_length=time) if state is None else state
 
         def pieces(x: jax.Array) -> jax.Array:
-            return jnp.swapaxes(x[:, : count * tokens].reshape(batch, count, tokens, *x.shape[2:]), 0, 1)
+            return jnp.swapaxes(x[:, : count * length].reshape(batch, count, length, *x.shape[2:]), 0, 1)
 
-        whole = jax.tree.map(pieces, given)
+        whole = jax.tree.map(pieces, tokens)
         # A state may be narrower than the one after it, as that of float32 parameters is with float64 tokens.
-        after = jax.eval_shape(call, params, start, *jax.tree.map(lambda x: x[0], whole))[1]
+        after = jax.eval_shape(call, params, start, jax.tree.map(lambda x: x[0], whole))[1]
         start = jax.tree.map(lambda x, y: x.astype(y.dtype), start, after)
 
-        def piece(state: State, xs: tuple[jax.Array, Any]) -> tuple[State, jax.Array]:
-            number, tokens = xs
+        def piece(state: State, xs: tuple[jax.Array, Tokens]) -> tuple[State, jax.Array]:
+            number, own = xs
             # The gradient of the first piece reaches the state that the call was given.
-            y, state = call(params, cut(state, number > 0), *tokens)
+            y, state = call(params, cut(state, number > 0), own)
             return meshes.vary_like(state, xs), y
 
         end, y = meshes.scan(piece, start, (jnp.arange(count), whole))
-        y = jnp.swapaxes(y, 0, 1).reshape(batch, count * tokens, *y.shape[3:])
-        if count * tokens == time:
+        y = jnp.swapaxes(y, 0, 1).reshape(batch, count * length, *y.shape[3:])
+        if count * length == time:
             return y, end
-        rest = jax.tree.map(lambda x: x[:, count * tokens :], given)
-        last, end = call(params, jax.tree.map(jax.lax.stop_gradient, end), *rest)
+        rest = jax.tree.map(lambda x: x[:, count * length :], tokens)
+        last, end = call(params, jax.tree.map(jax.lax.stop_gradient, end), rest)
         return jnp.concatenate([y, last], axis=1), end
 
     return run

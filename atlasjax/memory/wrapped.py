@@ -1,16 +1,19 @@
 """`WrappedRule`: a rule around another one, which writes with the inner rule and differs in what is kept and read."""
 
+import abc
 import dataclasses
 import functools
 import inspect
-from typing import Self, TypeVar
+from typing import ClassVar, Self, TypeVar
 
 import jax
 import numpy as np
-from jaxtyping import PRNGKeyArray, PyTree
+from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
+from atlasjax.memory.family import FamilyRule
 from atlasjax.memory.gates import Gates
 from atlasjax.memory.rule import Params, Rule, Sizes
+from atlasjax.memory.tokens import Tokens
 
 State = TypeVar("State")
 
@@ -24,7 +27,7 @@ def check_lengths(rule: Rule[Params, PyTree], where: str) -> None:
         )
 
 
-class WrappedRule(Rule[Params, State]):
+class WrappedRule(FamilyRule[Params, State]):
     """A frozen dataclass with a field `rule`, which owns the parameters, gates and bounds.
 
     Attributes:
@@ -32,18 +35,36 @@ class WrappedRule(Rule[Params, State]):
       segment_size: tokens per segment.
     """
 
+    read_gates: ClassVar[tuple[str, ...]] = ("connector",)  # those that only reads use, unknown to the inner rule
+
     rule: Rule[Params, PyTree]
     segment_size: int
 
-    def continue_segments(
+    def check_call(
         self,
         params: Params,
-        state: PyTree,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
+        state: State | None,
+        q: Float[Array, "*tokens heads key_dim"],
+        k: Float[Array, "*tokens heads key_dim"],
+        v: Float[Array, "*tokens heads value_dim"],
         gates: Gates,
-        lengths: jax.Array | None = None,
+        *,
+        time: bool,
+        where: str,
+    ) -> None:
+        given = gates if isinstance(gates, Gates) else Gates()
+        plain = given._replace(**dict.fromkeys(self.read_gates)) if given is gates else gates
+        self.rule.check_call(params, None, q, k, v, plain, time=time, where=where)
+        self.check_read_gates(q, given, where)
+        if state is not None:
+            self.check_state(params, state, q.shape[0], q.shape[-2], where)
+
+    @abc.abstractmethod
+    def check_read_gates(self, q: Float[Array, "*tokens heads key_dim"], gates: Gates, where: str) -> None:
+        """Raises TypeError or ValueError if one of `read_gates` is missing, is not used, or is wrong."""
+
+    def continue_segments(
+        self, params: Params, state: PyTree, tokens: Tokens, lengths: jax.Array | None = None
     ) -> tuple[jax.Array, PyTree]:
         """`rule.scan` from the inner rule's state after whole segments. Its chunks are aligned statically if they divide segments.
 
@@ -52,9 +73,9 @@ class WrappedRule(Rule[Params, State]):
         rule = self.rule
         scan = rule.scan if lengths is None else functools.partial(rule.scan, lengths=lengths)
         if not (rule.has_constant_gradient or self.segment_size % rule.chunk_size == 0):
-            return scan(params, state, q, k, v, gates)
-        y, after = scan(params, rule.known_chunk_start(state), q, k, v, gates)
-        return y, rule.after_known_start(after, state, q.shape[1] if lengths is None else lengths)
+            return scan(params, state, *tokens)
+        y, after = scan(params, rule.known_chunk_start(state), *tokens)
+        return y, rule.after_known_start(after, state, tokens.q.shape[1] if lengths is None else lengths)
 
     @property
     def without_cache(self) -> Rule[Params, PyTree]:

@@ -237,6 +237,7 @@ def forms(args):
 
     from atlasjax import memory, rules
     from atlasjax.memory.fast_weights.kernels import pallas_scan
+    from atlasjax.memory.tokens import Tokens
 
     q, k, v, (alpha, eta, theta) = jax.tree.map(jnp.asarray, inputs(args.length))
     cases = {
@@ -253,7 +254,7 @@ def forms(args):
         )
         scans = {
             "engine": lambda *a, rule=rule: memory.scan(rule, a[0], None, *a[1:], implementation="xla"),
-            "kernels_form": lambda *a, rule=rule: pallas_scan("pallas_tpu", rule, a[0], None, *a[1:]),
+            "kernels_form": lambda *a, rule=rule: pallas_scan("pallas_tpu", rule, a[0], None, Tokens(*a[1:])),
         }
         compiled = {}
         for form, scan in scans.items():

@@ -8,7 +8,6 @@ import pytest
 
 from atlasjax import memory, rules
 from atlasjax.memory import backends
-from atlasjax.memory.fast_weights.scan import xla_scan
 from tests.memory.cases import assert_close, make_inputs
 
 
@@ -29,8 +28,8 @@ class Marked:
     def is_preferred(self, rule, q, v):
         return self.preferred
 
-    def scan(self, *arguments):
-        y, state = xla_scan(*arguments)
+    def scan(self, rule, *arguments):
+        y, state = rule.scan(*arguments)
         return self.factor * y, state
 
 

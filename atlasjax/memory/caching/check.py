@@ -6,17 +6,11 @@ from atlasjax.memory import check
 from atlasjax.memory.caching.spec import CachedSpec
 from atlasjax.memory.caching.state import CachedState
 from atlasjax.memory.gates import Gates
-from atlasjax.memory.rule import Params
 
 
-def check_call(
-    rule: CachedSpec[Params], params: Params, state: CachedState | None, q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates, *,
-    time: bool, where: str,
-) -> None:  # fmt: skip
-    """Raises TypeError or ValueError for an invalid argument of a call."""
-    connector, blend = (gates.connector, gates.blend) if isinstance(gates, Gates) else (None, None)
-    plain = gates._replace(connector=None, blend=None) if isinstance(gates, Gates) else gates
-    rule.rule.check_call(params, None, q, k, v, plain, time=time, where=where)
+def check_read_gates(rule: CachedSpec, q: jax.Array, gates: Gates, where: str) -> None:
+    """Raises TypeError or ValueError if u or λ is missing, is not used, or is wrong."""
+    connector, blend = gates.connector, gates.blend
     channels = rule.connector_channels(q.shape[-1])
     if channels is None and connector is not None:
         raise ValueError(
@@ -41,8 +35,6 @@ def check_call(
     if rule.blended:
         name = "gates.blend"
         check.check_floating(name, check.check_shape(name, blend, tuple(q.shape[:-1]), where), where)
-    if state is not None:
-        rule.check_state(params, state, q.shape[0], q.shape[-2], where)
 
 
 def check_capacity(rule: CachedSpec, state: object, where: str) -> None:

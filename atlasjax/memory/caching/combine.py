@@ -6,7 +6,7 @@ A read here is one without the residual: M(φ(q)) − r(q).
 import functools
 import math
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -16,23 +16,25 @@ from jaxtyping import PyTree
 from atlasjax.memory import meshes
 from atlasjax.memory.blocks import product_dtype
 from atlasjax.memory.fast_weights.chunk import Soup
-from atlasjax.memory.gates import Gates, Weights
+from atlasjax.memory.gates import Weights
 from atlasjax.memory.rule import Params, Rule
 
 _BLOCK = 128  # tokens that read one memory together in `read_selected`
 
 
 class MixingRule(Protocol):
-    """What a `CachedRule` with `mixes_weights` asks of the rule inside it. Arguments as in `Rule`, in [batch, time, heads, …]."""
+    """What a `CachedRule` with `mixes_weights` asks of the rule inside it. Arguments as in `Rule`; call: the fields of `Tokens`."""
 
     def scan(
-        self, params: PyTree, state: PyTree | None, q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates, *,
-        lengths: jax.Array | None = None, soup: Soup | None = None,
-    ) -> tuple[jax.Array, PyTree]: ...  # fmt: skip
+        self,
+        params: PyTree,
+        state: PyTree | None,
+        *call: Any,
+        lengths: jax.Array | None = None,
+        soup: Soup | None = None,
+    ) -> tuple[jax.Array, PyTree]: ...
 
-    def step(
-        self, params: PyTree, state: PyTree, q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates, soup: Soup | None = None
-    ) -> tuple[jax.Array, PyTree]: ...  # fmt: skip
+    def step(self, params: PyTree, state: PyTree, *call: Any, soup: Soup | None = None) -> tuple[jax.Array, PyTree]: ...
 
     def read_mixed(
         self, dtype: jnp.dtype, params: PyTree, weights: Weights, q: jax.Array, gamma: jax.Array

@@ -2,25 +2,19 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
 from atlasjax.memory.caching.spec import CachedSpec
-from atlasjax.memory.caching.state import Tokens
-from atlasjax.memory.gates import Gates
+from atlasjax.memory.caching.state import CachedTokens
+from atlasjax.memory.tokens import Tokens
 
 
-def tokens_of(
-    rule: CachedSpec,
-    q: Float[Array, "batch time heads key_dim"],
-    k: Float[Array, "batch time heads key_dim"],
-    v: Float[Array, "batch time heads value_dim"],
-    gates: Gates,
-) -> Tokens:
+def tokens_of(rule: CachedSpec, tokens: Tokens) -> CachedTokens:
     """Separates the connector and the blend from the gates of `rule.rule`."""
+    q, k, v, gates, _ = tokens
     connector = None
     if rule.has_scores:
         connector = q if rule.connector == "query" else gates.connector
-    return Tokens(q, k, v, gates._replace(connector=None, blend=None), connector, gates.blend)
+    return CachedTokens(Tokens(q, k, v, gates._replace(connector=None, blend=None)), connector, gates.blend)
 
 
 def pool(rule: CachedSpec, keys: jax.Array, axis: int) -> jax.Array:

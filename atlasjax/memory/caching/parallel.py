@@ -13,7 +13,7 @@ from atlasjax.memory.caching import combine
 from atlasjax.memory.caching import gates as gating
 from atlasjax.memory.caching.init import empty_cache, fresh_memory
 from atlasjax.memory.caching.spec import CachedSpec
-from atlasjax.memory.caching.state import CachedState, Tokens, in_segment
+from atlasjax.memory.caching.state import CachedState, CachedTokens, in_segment
 from atlasjax.memory.fast_weights.chunk import Soup
 from atlasjax.memory.gates import Weights
 from atlasjax.memory.grid import choose
@@ -24,12 +24,12 @@ from pallas_kernels.arguments import wide_dtype
 def parallel_scan(
     rule: CachedSpec[Params],
     params: Params,
-    tokens: Tokens,
+    tokens: CachedTokens,
     segment_ids: jax.Array | None,
     max_segments: int | None,
 ) -> tuple[jax.Array, CachedState]:
     """A call from a fresh memory: writes all segments in parallel (with "carry", sequentially), then computes their reads."""
-    batch, time = tokens.q.shape[:2]
+    batch, time = tokens.tokens.q.shape[:2]
     size = rule.segment_size
     where = _layout(rule, batch, time, segment_ids, max_segments)
     rows = jax.tree.map(
@@ -41,7 +41,7 @@ def parallel_scan(
     if rule.stop_gradient:
         weights = jax.lax.stop_gradient(weights)
     y = read_segments(rule, params, rows, y, Cached(weights, where.visible), starts)
-    out = grid.pick_chunks(jnp.swapaxes(y, 2, 3), time, where.place).astype(tokens.q.dtype)
+    out = grid.pick_chunks(jnp.swapaxes(y, 2, 3), time, where.place).astype(tokens.tokens.q.dtype)
     return out, _last_state(rule, params, where, rows, ends, weights, time, segment_ids)
 
 
@@ -86,31 +86,31 @@ def _layout(
 
 
 def write_segments(
-    rule: CachedSpec[Params], params: Params, rows: Tokens, lengths: jax.Array | None, resets: jax.Array | None
+    rule: CachedSpec[Params], params: Params, rows: CachedTokens, lengths: jax.Array | None, resets: jax.Array | None
 ) -> tuple[jax.Array, PyTree, PyTree | None]:
     """Reads M_t(q_t) of the segments' own memories, [segments, batch, C, heads, value_dim], the states at the segments' ends, and
     those at their starts (None if all are fresh)."""
     starts = None
-    count, batch, size = rows.q.shape[:3]
+    count, batch, size = rows.tokens.q.shape[:3]
     if rule.start == "fresh":
-        q, k, v, gates, *_ = jax.tree.map(grid.as_rows, rows)
+        tokens = jax.tree.map(grid.as_rows, rows.tokens)
         short = None if lengths is None else grid.as_rows(lengths)
-        y, ends = rule.rule.scan(params, None, q, k, v, gates, lengths=short)
+        y, ends = rule.rule.scan(params, None, *tokens, lengths=short)
         y, ends = jax.tree.map(lambda x: grid.from_rows(x, count), (y, ends))
     else:
         fresh = fresh_memory(rule, params, batch)
 
         def segment(
-            state: PyTree, xs: tuple[Tokens, jax.Array | None, jax.Array | None]
+            state: PyTree, xs: tuple[CachedTokens, jax.Array | None, jax.Array | None]
         ) -> tuple[PyTree, tuple[jax.Array, PyTree, PyTree | None]]:
-            (q, k, v, gates, *_), lengths, reset = xs
+            row, lengths, reset = xs
             if reset is not None:
                 state = choose(reset, fresh, state)
-            y, after = rule.continue_segments(params, state, q, k, v, gates, lengths)
+            y, after = rule.continue_segments(params, state, row.tokens, lengths)
             return after, (y, after, state if rule.mixes_weights else None)
 
         run = jax.checkpoint(segment, prevent_cse=False)
-        wide = wide_dtype(rows.q.dtype)
+        wide = wide_dtype(rows.tokens.q.dtype)
         start = jax.tree.map(lambda x: x.astype(wide) if jnp.issubdtype(x.dtype, jnp.floating) else x, fresh)
         _, (y, ends, starts) = meshes.scan(run, start, (rows, lengths, resets))
     if lengths is not None:
@@ -138,7 +138,12 @@ class Cached(NamedTuple):
 
 
 def read_segments(
-    rule: CachedSpec[Params], params: Params, rows: Tokens, y: jax.Array, cached: Cached, starts: PyTree | None = None
+    rule: CachedSpec[Params],
+    params: Params,
+    rows: CachedTokens,
+    y: jax.Array,
+    cached: Cached,
+    starts: PyTree | None = None,
 ) -> jax.Array:
     """The tokens' reads of all memories: [segments, batch, heads, C, value_dim].
 
@@ -147,9 +152,10 @@ def read_segments(
       cached: the memories of the segments.
       starts: states before the segments' first tokens, None if all are fresh.
     """
-    wide, dtype = wide_dtype(rows.q.dtype), rows.q.dtype
+    dtype = rows.tokens.q.dtype
+    wide = wide_dtype(dtype)
     up = lambda x: jnp.swapaxes(x.astype(wide), 2, 3)  # [segments, batch, heads, C, …]
-    q, k, own_read = up(rows.q), up(rows.k), up(y)
+    q, k, own_read = up(rows.tokens.q), up(rows.tokens.k), up(y)
     count, size, total = q.shape[0], q.shape[3], cached.visible.shape[-1]
     if total == 1 and (rule.gate in ("softmax", "ones") or not rule.has_scores):
         return own_read
@@ -223,7 +229,7 @@ def _read_selected(
 
 
 def _read_soup(
-    rule: CachedSpec[Params], params: Params, rows: Tokens, weights: Weights, gamma: jax.Array, mine: jax.Array,
+    rule: CachedSpec[Params], params: Params, rows: CachedTokens, weights: Weights, gamma: jax.Array, mine: jax.Array,
     starts: PyTree | None,
 ) -> jax.Array:  # fmt: skip
     """Runs the segments again, with the cached layers mixed into every read.
@@ -233,22 +239,21 @@ def _read_soup(
     mixed = jax.tree.map(lambda w: jnp.moveaxis(w, 0, 2), weights)  # [batch, heads, segments, out, in]
     shares = jnp.concatenate([mine[..., None], gamma], axis=-1)
 
-    def segment(row: Tokens, shares: jax.Array, start: PyTree | None) -> jax.Array:
-        q, k, v, gates, *_ = row
+    def segment(row: CachedTokens, shares: jax.Array, start: PyTree | None) -> jax.Array:
         soup = Soup(mixed, jnp.swapaxes(shares, 1, 2))
-        return combine.mixing(rule.rule).scan(params, start, q, k, v, gates, soup=soup)[0]
+        return combine.mixing(rule.rule).scan(params, start, *row.tokens, soup=soup)[0]
 
     y = jax.vmap(segment)(rows, shares, starts)
     return jnp.swapaxes(y.astype(mine.dtype), 2, 3)
 
 
 def _last_state(
-    rule: CachedSpec[Params], params: Params, where: _Layout, rows: Tokens, ends: PyTree, weights: Weights, time: int,
+    rule: CachedSpec[Params], params: Params, where: _Layout, rows: CachedTokens, ends: PyTree, weights: Weights, time: int,
     segment_ids: jax.Array | None,
 ) -> CachedState:  # fmt: skip
     """The state after the call: the last segment's memory, and the earlier ones of its document."""
-    count, batch, size = rows.q.shape[:3]
-    wide = wide_dtype(rows.q.dtype)
+    count, batch, size = rows.tokens.q.shape[:3]
+    wide = wide_dtype(rows.tokens.q.dtype)
     last = jnp.full((batch,), count - 1) if where.last is None else jnp.minimum(where.last, count - 1)
     take = lambda x: x[last, jnp.arange(batch)]
     online = jax.tree.map(take, ends)
@@ -272,7 +277,7 @@ def _last_state(
     source = jnp.minimum(begins[:, None] + number, count - 1)
     place = jnp.where(number < kept[:, None], place, places)
     row = jnp.arange(batch)[:, None]
-    keys = jnp.swapaxes(rows.k.astype(wide), 2, 3)  # [segments, batch, heads, C, key_dim]
+    keys = jnp.swapaxes(rows.tokens.k.astype(wide), 2, 3)  # [segments, batch, heads, C, key_dim]
     pooled = gating.pool(rule, keys, axis=3)
 
     def put(empty: jax.Array, each: jax.Array) -> jax.Array:

@@ -9,7 +9,7 @@ from jaxtyping import PyTree
 from atlasjax.memory import meshes
 from atlasjax.memory.caching.init import fresh_memory
 from atlasjax.memory.caching.spec import CachedSpec
-from atlasjax.memory.caching.state import Tokens
+from atlasjax.memory.caching.state import CachedTokens
 from atlasjax.memory.gates import Weights
 from atlasjax.memory.rule import Params
 from pallas_kernels.arguments import wide_dtype
@@ -70,12 +70,12 @@ class _Carry(TypedDict):
 
 
 def reference_cached(
-    rule: CachedSpec[Params], params: Params, tokens: Tokens, segment_ids: jax.Array | None = None
+    rule: CachedSpec[Params], params: Params, tokens: CachedTokens, segment_ids: jax.Array | None = None
 ) -> jax.Array:
     """y of a call from a fresh memory, [batch, time, heads, value_dim]. Tokens as in `parallel_scan`."""
-    dtype = wide_dtype(tokens.q.dtype)
+    dtype = wide_dtype(tokens.tokens.q.dtype)
     wide = lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
-    batch, time, heads, key_dim = tokens.q.shape
+    batch, time, heads, key_dim = tokens.tokens.q.shape
     params, tokens = jax.tree.map(wide, (params, tokens))
     fresh = jax.tree.map(wide, fresh_memory(rule, params, 1))
     ids = jnp.zeros((batch, time), jnp.int32) if segment_ids is None else segment_ids
@@ -84,7 +84,7 @@ def reference_cached(
     most = time // rule.segment_size + 1
     when = lambda condition, a, b: jax.tree.map(lambda x, y: jnp.where(condition, x, y), a, b)
 
-    def token(carry: _Carry, xs: tuple[Tokens, jax.Array]) -> tuple[_Carry, jax.Array]:
+    def token(carry: _Carry, xs: tuple[CachedTokens, jax.Array]) -> tuple[_Carry, jax.Array]:
         """One token of one row. The cache has a slot for every segment. Slots `first` to `last` belong to this document."""
         token, document = xs
         c = carry.copy()
@@ -102,9 +102,9 @@ def reference_cached(
         c["position"] = jnp.where(begins | full, 0, c["position"]) + 1
         c["document"] = document
 
-        q, k, v, gates, *_ = jax.tree.map(lambda x: x[None, None], token)
-        own_read, c["online"] = rule.rule.reference(params, c["online"], q, k, v, gates)
-        c["key_sum"] = c["key_sum"] + token.k
+        one = jax.tree.map(lambda x: x[None, None], token.tokens)
+        own_read, c["online"] = rule.rule.reference(params, c["online"], *one)
+        c["key_sum"] = c["key_sum"] + token.tokens.k
         number = jnp.arange(most)
         visible = (number >= c["first"]) & (number < c["last"])
         if rule.capacity is not None:
@@ -128,7 +128,7 @@ def reference_cached(
             return _read(rule, params, memories, gamma, q, own_read)
 
         y = jax.vmap(head, in_axes=(0, 1, 1, 0, 0, 0, 0))(
-            params, together, pooled, token.q, token.connector, token.blend, own_read[0, 0]
+            params, together, pooled, token.tokens.q, token.connector, token.blend, own_read[0, 0]
         )
         return c, y
 

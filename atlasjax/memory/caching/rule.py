@@ -3,7 +3,7 @@
 from jaxtyping import Array, Float, Int
 
 from atlasjax.memory.caching import init
-from atlasjax.memory.caching.check import check_call, check_capacity
+from atlasjax.memory.caching.check import check_capacity, check_read_gates
 from atlasjax.memory.caching.gates import tokens_of
 from atlasjax.memory.caching.read import read_state
 from atlasjax.memory.caching.reference import reference_cached
@@ -14,6 +14,7 @@ from atlasjax.memory.caching.state import CachedState
 from atlasjax.memory.caching.step import xla_step, xla_step_layer
 from atlasjax.memory.gates import Gates
 from atlasjax.memory.rule import Params, ScanCall
+from atlasjax.memory.tokens import Tokens
 
 
 class CachedRule(CachedSpec[Params]):
@@ -52,87 +53,54 @@ class CachedRule(CachedSpec[Params]):
         that softmax memories do not support, or a rule of your own whose `scan` does not take `lengths`.
     """
 
-    def scan_part(
-        self,
-        axes: tuple[str, ...],
-        run: ScanCall[Params, CachedState],
-        params: Params,
-        state: CachedState | None,
-        q: Float[Array, "batch time heads key_dim"],
-        k: Float[Array, "batch time heads key_dim"],
-        v: Float[Array, "batch time heads value_dim"],
-        gates: Gates,
-        segment_ids: Int[Array, "batch time"] | None,
-    ) -> tuple[Float[Array, "batch time heads value_dim"], CachedState]:
-        if state is not None:
-            raise ValueError(
-                "Partition: time divides the tokens of a CachedRule only from a fresh memory; state should be None."
-            )
-        return scan_part(self, axes, params, tokens_of(self, q, k, v, gates))
-
     def init_state(self, params: Params, *, batch_size: int, max_length: int | None = None) -> CachedState:
         return init.init_state(self, params, batch_size=batch_size, max_length=max_length)
 
-    def check_call(
-        self,
-        params: Params,
-        state: CachedState | None,
-        q: Float[Array, "*tokens heads key_dim"],
-        k: Float[Array, "*tokens heads key_dim"],
-        v: Float[Array, "*tokens heads value_dim"],
-        gates: Gates,
-        *,
-        time: bool,
-        where: str,
-    ) -> None:
-        check_call(self, params, state, q, k, v, gates, time=time, where=where)
+    def check_read_gates(self, q: Float[Array, "*tokens heads key_dim"], gates: Gates, where: str) -> None:
+        check_read_gates(self, q, gates, where)
 
     def check_state(self, params: Params, state: CachedState, batch: int, heads: int, where: str) -> None:
         check_capacity(self, state, where)
         super().check_state(params, state, batch, heads, where)
 
-    def scan(
+    def scan_tokens(
         self,
         params: Params,
         state: CachedState | None,
-        q: Float[Array, "batch time heads key_dim"],
-        k: Float[Array, "batch time heads key_dim"],
-        v: Float[Array, "batch time heads value_dim"],
-        gates: Gates,
-        segment_ids: Int[Array, "batch time"] | None = None,
-        max_segments: int | None = None,
-        *,
-        lengths: Int[Array, " batch"] | None = None,
+        tokens: Tokens,
+        max_segments: int | None,
+        lengths: Int[Array, " batch"] | None,
     ) -> tuple[Float[Array, "batch time heads value_dim"], CachedState]:
         """`memory.scan`. A fresh memory computes the segments in parallel. The state that comes back then has room only for the
         memories of this call, unless the rule has a capacity: to continue a sequence, start with `init_state`."""
         if lengths is not None:
             raise TypeError("CachedRule.scan: lengths is only for the rule inside a CachedRule.")
-        return xla_scan(self, params, state, q, k, v, gates, segment_ids, max_segments)
+        return xla_scan(self, params, state, tokens, max_segments)
 
-    def step(
+    def scan_tokens_part(
         self,
+        axes: tuple[str, ...],
+        run: ScanCall[Params, CachedState],
         params: Params,
-        state: CachedState,
-        q: Float[Array, "batch heads key_dim"],
-        k: Float[Array, "batch heads key_dim"],
-        v: Float[Array, "batch heads value_dim"],
-        gates: Gates,
+        state: CachedState | None,
+        tokens: Tokens,
+    ) -> tuple[Float[Array, "batch time heads value_dim"], CachedState]:
+        if state is not None:
+            raise ValueError(
+                "Partition: time divides the tokens of a CachedRule only from a fresh memory; state should be None."
+            )
+        return scan_part(self, axes, params, tokens_of(self, tokens))
+
+    def step_token(
+        self, params: Params, state: CachedState, tokens: Tokens
     ) -> tuple[Float[Array, "batch heads value_dim"], CachedState]:
         """`memory.step`: one step of the inner rule and one read of the cache (with "ssc", of top_k memories)."""
-        return xla_step(self, params, state, q, k, v, gates)
+        return xla_step(self, params, state, tokens)
 
-    def step_layer(
-        self,
-        params: Params,
-        states: CachedState,
-        layer: Int[Array, ""],
-        q: Float[Array, "batch heads key_dim"],
-        k: Float[Array, "batch heads key_dim"],
-        v: Float[Array, "batch heads value_dim"],
-        gates: Gates,
+    def step_token_in_layer(
+        self, params: Params, states: CachedState, layer: Int[Array, ""], tokens: Tokens
     ) -> tuple[Float[Array, "batch heads value_dim"], CachedState]:
-        return xla_step_layer(self, params, states, layer, q, k, v, gates)
+        return xla_step_layer(self, params, states, layer, tokens)
 
     def read(
         self,
@@ -147,18 +115,12 @@ class CachedRule(CachedSpec[Params]):
             raise ValueError('memory.read: connector is missing; this rule has connector="age" and needs it.')
         return read_state(self, params, state, q, connector, blend)
 
-    def reference(
-        self,
-        params: Params,
-        state: CachedState | None,
-        q: Float[Array, "batch time heads key_dim"],
-        k: Float[Array, "batch time heads key_dim"],
-        v: Float[Array, "batch time heads value_dim"],
-        gates: Gates,
-        segment_ids: Int[Array, "batch time"] | None = None,
+    def reference_tokens(
+        self, params: Params, state: CachedState | None, tokens: Tokens
     ) -> tuple[Float[Array, "batch time heads value_dim"], CachedState]:
         """`memory.reference`: y from the definition, with explicit memories and soups; the state from the engine. Very slow."""
         if state is not None:
             raise ValueError("memory.reference: state is given, but a cached rule requires state=None.")
-        _, after = self.scan(params, None, q, k, v, gates, segment_ids, None if segment_ids is None else q.shape[1])
-        return reference_cached(self, params, tokens_of(self, q, k, v, gates), segment_ids).astype(q.dtype), after
+        q, ids = tokens.q, tokens.segment_ids
+        _, after = self.scan(params, None, *tokens, None if ids is None else q.shape[1])
+        return reference_cached(self, params, tokens_of(self, tokens), ids).astype(q.dtype), after

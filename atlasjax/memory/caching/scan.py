@@ -13,10 +13,10 @@ from atlasjax.memory.caching import gates as gating
 from atlasjax.memory.caching.gates import tokens_of
 from atlasjax.memory.caching.parallel import parallel_scan
 from atlasjax.memory.caching.spec import CachedSpec
-from atlasjax.memory.caching.state import CachedState, Tokens
+from atlasjax.memory.caching.state import CachedState, CachedTokens
 from atlasjax.memory.fast_weights.chunk import Soup
-from atlasjax.memory.gates import Gates
 from atlasjax.memory.rule import Params
+from atlasjax.memory.tokens import Tokens
 from pallas_kernels.arguments import wide_dtype
 
 
@@ -25,34 +25,30 @@ def xla_scan(
     rule: CachedSpec[Params],
     params: Params,
     state: CachedState | None,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    gates: Gates,
-    segment_ids: jax.Array | None = None,
+    tokens: Tokens,
     max_segments: int | None = None,
 ) -> tuple[jax.Array, CachedState]:
     """`CachedRule.scan`."""
-    tokens = tokens_of(rule, q, k, v, gates)
+    own = tokens_of(rule, tokens)
     if state is None:
-        return parallel_scan(rule, params, tokens, segment_ids, max_segments)
-    return _from_state(rule, params, state, tokens)
+        return parallel_scan(rule, params, own, tokens.segment_ids, max_segments)
+    return _from_state(rule, params, state, own)
 
 
 def _from_state(
-    rule: CachedSpec[Params], params: Params, state: CachedState, tokens: Tokens
+    rule: CachedSpec[Params], params: Params, state: CachedState, tokens: CachedTokens
 ) -> tuple[jax.Array, CachedState]:
     """A call that continues from a state anywhere in a segment, one segment after another."""
-    time = tokens.q.shape[1]
-    size, dtype = rule.segment_size, tokens.q.dtype
+    time, dtype = tokens.tokens.q.shape[1], tokens.tokens.q.dtype
+    size = rule.segment_size
     wide = wide_dtype(dtype)
     where = grid.continued_pieces(time, size, state.position)
 
-    def one(state: CachedState, xs: tuple[Tokens, jax.Array]) -> tuple[CachedState, jax.Array]:
+    def one(state: CachedState, xs: tuple[CachedTokens, jax.Array]) -> tuple[CachedState, jax.Array]:
         row, length = xs
         state = cache.push(rule, params, state, (length > 0) & (state.position == size))
         up = lambda x: jnp.swapaxes(x.astype(wide), 1, 2)
-        q, k = up(row.q), up(row.k)
+        q, k = up(row.tokens.q), up(row.tokens.k)
         real = jnp.arange(where.width)[None] < length[:, None]
         k = jnp.where(real[:, None, :, None], k, 0.0)
         sums = state.key_sum[:, :, None] + jnp.cumsum(k, axis=2)
@@ -64,7 +60,7 @@ def _from_state(
             run: Callable[..., tuple[jax.Array, PyTree]] = rule.rule.scan
             if soup is not None:
                 run = functools.partial(combine.mixing(rule.rule).scan, soup=soup)
-            y, end["state"] = run(params, state.online, row.q, row.k, row.v, row.gates, lengths=length)
+            y, end["state"] = run(params, state.online, *row.tokens, lengths=length)
             return up(jnp.where(real[..., None, None], y, 0.0))
 
         u = None if row.connector is None else up(row.connector)

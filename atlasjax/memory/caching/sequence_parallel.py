@@ -12,14 +12,14 @@ from atlasjax.memory.caching import gates as gating
 from atlasjax.memory.caching.init import empty_cache
 from atlasjax.memory.caching.parallel import Cached, read_segments, write_segments
 from atlasjax.memory.caching.spec import CachedSpec
-from atlasjax.memory.caching.state import CachedState, Tokens
+from atlasjax.memory.caching.state import CachedState, CachedTokens
 from atlasjax.memory.gates import Weights
 from atlasjax.memory.rule import Params
 from pallas_kernels.arguments import wide_dtype
 
 
 def scan_part(
-    rule: CachedSpec[Params], axes: tuple[str, ...], params: Params, tokens: Tokens
+    rule: CachedSpec[Params], axes: tuple[str, ...], params: Params, tokens: CachedTokens
 ) -> tuple[jax.Array, CachedState]:
     """The part of one device, inside a `shard_map` that divides the tokens over `axes`, from a fresh memory.
 
@@ -35,7 +35,7 @@ def scan_part(
     Returns:
       y of this device's tokens, and the state after the whole sequence.
     """
-    time, size = tokens.q.shape[1], rule.segment_size
+    time, size = tokens.tokens.q.shape[1], rule.segment_size
     count = time // size
     total = count * jax.lax.axis_size(axes)
     first = jax.lax.axis_index(axes) * count
@@ -51,12 +51,12 @@ def scan_part(
         y = read_segments(rule, params, rows, y, cached)
     else:
         y = _read_in_turn(rule, params, rows, y, cached)
-    out = grid.pick_chunks(jnp.swapaxes(y, 2, 3), time, None).astype(tokens.q.dtype)
+    out = grid.pick_chunks(jnp.swapaxes(y, 2, 3), time, None).astype(tokens.tokens.q.dtype)
 
     # The state, the same on all devices. What is not used of it, as in training, is not computed.
     of_last_device = lambda x: jax.lax.all_gather(x[-1], axes)[-1]
-    wide = wide_dtype(rows.k.dtype)
-    keys = jnp.swapaxes(rows.k.astype(wide), 2, 3)  # [segments, batch, heads, C, key_dim]
+    wide = wide_dtype(rows.tokens.k.dtype)
+    keys = jnp.swapaxes(rows.tokens.k.astype(wide), 2, 3)  # [segments, batch, heads, C, key_dim]
     places = max(1, total - 1) if rule.capacity is None else rule.capacity
     state = empty_cache(rule, params, jax.tree.map(of_last_device, ends), places)
     kept = np.arange(max(0, total - 1 - places), total - 1)
@@ -76,17 +76,20 @@ def scan_part(
     )
 
 
-def _read_in_turn(rule: CachedSpec[Params], params: Params, rows: Tokens, y: jax.Array, cached: Cached) -> jax.Array:
+def _read_in_turn(
+    rule: CachedSpec[Params], params: Params, rows: CachedTokens, y: jax.Array, cached: Cached
+) -> jax.Array:
     """`read_segments`, where every device sends one memory at a time to all others.
 
     A device never holds more memories than there are devices, nor γ of more, forward or backward: a softmax is summed on the way.
     """
-    wide, dtype = wide_dtype(rows.q.dtype), rows.q.dtype
+    dtype = rows.tokens.q.dtype
+    wide = wide_dtype(dtype)
     up = lambda x: jnp.swapaxes(x.astype(wide), 2, 3)  # [segments, batch, heads, C, …]
-    count, batch, size, heads = rows.q.shape[:4]
+    count, batch, size, heads = rows.tokens.q.shape[:4]
     line = lambda x: jnp.moveaxis(x, 0, 2).reshape(batch, heads, count * size, *x.shape[4:])
     params = jax.tree.map(lambda x: x.astype(wide), params)
-    q, own_read, k = line(up(rows.q)), line(up(y)), up(rows.k)
+    q, own_read, k = line(up(rows.tokens.q)), line(up(y)), up(rows.tokens.k)
     reader = jnp.repeat(cached.first + jnp.arange(count), size)  # each token's segment
     numbers = jnp.arange(jax.lax.axis_size(cached.axes)) * count  # of the first memory of each device
     reach = cached.visible.shape[-1] if rule.capacity is None else rule.capacity

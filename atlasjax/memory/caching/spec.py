@@ -38,6 +38,7 @@ class CachedSpec(WrappedRule[Params, CachedState]):
 
     has_connector: ClassVar[bool] = True
     segments_continue: ClassVar[bool] = False
+    read_gates: ClassVar[tuple[str, ...]] = ("connector", "blend")
 
     rule: Rule[Params, PyTree]
     aggregation: str = "grm"

@@ -5,19 +5,16 @@ from typing import NamedTuple
 
 from jaxtyping import Array, Float, Int, PyTree
 
-from atlasjax.memory.gates import Gates
+from atlasjax.memory.tokens import Tokens
 
 
-class Tokens(NamedTuple):
-    """The tokens of a call: q, k, v as in `memory.scan`, the rule's gates, u (None for "residual") and λ (None if not `blended`),
-    [batch, time, heads, …]."""
+class CachedTokens(NamedTuple):
+    """The tokens of a call with the gates of the inner rule; u (None for "residual") and λ (None if not `blended`), [batch, time,
+    heads, …]. Segment ids are not among them: a `CachedRule` makes segments of its own."""
 
-    q: Float[Array, "batch time heads key_dim"]
-    k: Float[Array, "batch time heads key_dim"]
-    v: Float[Array, "batch time heads value_dim"]
-    gates: Gates
-    connector: Float[Array, "batch time heads connector_dim"] | None
-    blend: Float[Array, "batch time heads"] | None
+    tokens: Tokens
+    connector: Float[Array, "*tokens heads connector_dim"] | None
+    blend: Float[Array, "*tokens heads"] | None
 
 
 class CachedState(NamedTuple):

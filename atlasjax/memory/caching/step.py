@@ -13,45 +13,44 @@ from atlasjax.memory.caching.gates import tokens_of
 from atlasjax.memory.caching.spec import CachedSpec
 from atlasjax.memory.caching.state import CachedState
 from atlasjax.memory.fast_weights.chunk import Soup
-from atlasjax.memory.gates import Gates
 from atlasjax.memory.grid import widened
 from atlasjax.memory.layerwise import put_layer, step_layer, take_layer
 from atlasjax.memory.rule import Params
+from atlasjax.memory.tokens import Tokens
 from pallas_kernels.arguments import wide_dtype
 
 
 @functools.partial(jax.jit, static_argnames=("rule",), inline=True)
 def xla_step(
-    rule: CachedSpec[Params], params: Params, state: CachedState, q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates
+    rule: CachedSpec[Params], params: Params, state: CachedState, tokens: Tokens
 ) -> tuple[jax.Array, CachedState]:
     """`CachedRule.step`."""
-    state = widened(state, q.dtype)
+    state = widened(state, tokens.q.dtype)
     state = cache.push(rule, params, state, state.position == rule.segment_size)
 
-    def own(soup: Soup | None, q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates) -> tuple[jax.Array, PyTree]:
-        return _step(rule, soup)(params, state.online, q, k, v, gates)
+    def own(soup: Soup | None, tokens: Tokens) -> tuple[jax.Array, PyTree]:
+        return _step(rule, soup)(params, state.online, *tokens[:4])
 
-    y, online, total = _token(rule, params, state, q, k, v, gates, own)
+    y, online, total = _token(rule, params, state, tokens, own)
     return y, state._replace(online=online, key_sum=total, position=state.position + 1)
 
 
 def xla_step_layer(
-    rule: CachedSpec[Params], params: Params, states: CachedState, layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array,
-    gates: Gates,
-) -> tuple[jax.Array, CachedState]:  # fmt: skip
+    rule: CachedSpec[Params], params: Params, states: CachedState, layer: jax.Array, tokens: Tokens
+) -> tuple[jax.Array, CachedState]:
     """`CachedRule.step_layer`: cached memories are read where they lie, and one is written where a segment ends."""
     full = states.position[layer] == rule.segment_size
     states = cache.push_layer(rule, params, states, layer, full)
     numbers = cache.counted(take_layer(states._replace(online=None, cached={}), layer), full)
 
-    def own(soup: Soup | None, q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates) -> tuple[jax.Array, PyTree]:
+    def own(soup: Soup | None, tokens: Tokens) -> tuple[jax.Array, PyTree]:
         if soup is None:
-            return step_layer(rule.rule, params, states.online, layer, q, k, v, gates)
-        y, online = _step(rule, soup)(params, take_layer(states.online, layer), q, k, v, gates)
+            return step_layer(rule.rule, params, states.online, layer, tokens)
+        y, online = _step(rule, soup)(params, take_layer(states.online, layer), *tokens[:4])
         return y, put_layer(states.online, online, layer, y)
 
     state = numbers._replace(cached=states.cached)
-    y, online, total = _token(rule, params, state, q, k, v, gates, own, layer)
+    y, online, total = _token(rule, params, state, tokens, own, layer)
     numbers = numbers._replace(key_sum=total, position=numbers.position + 1)
     put = lambda all_, one: all_.at[layer].set(one.astype(all_.dtype))
     changed = {
@@ -68,14 +67,14 @@ def _step(rule: CachedSpec[Params], soup: Soup | None) -> Callable[..., tuple[ja
 
 
 def _token(
-    rule: CachedSpec[Params], params: Params, state: CachedState, q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates,
-    own: Callable[..., tuple[jax.Array, PyTree]], layer: jax.Array | None = None,
+    rule: CachedSpec[Params], params: Params, state: CachedState, tokens: Tokens,
+    own: Callable[[Soup | None, Tokens], tuple[jax.Array, PyTree]], layer: jax.Array | None = None,
 ) -> tuple[jax.Array, PyTree, jax.Array]:  # fmt: skip
     """One token after `push`: y, what `own` returns as the next memory, and the sum of the segment's keys.
 
-    state, layer: as for `cache.read_cache`. own: (soup or None, q, k, v, gates) → the inner rule's y and next memory.
+    state, layer: as for `cache.read_cache`. own: (soup or None, tokens) → the inner rule's y and next memory.
     """
-    tokens = tokens_of(rule, q, k, v, gates)
+    tokens, connector, blend = tokens_of(rule, tokens)
     dtype = tokens.q.dtype
     wide = wide_dtype(dtype)
     up = lambda x: x.astype(wide)[:, :, None]
@@ -84,11 +83,11 @@ def _token(
     end = {}
 
     def own_read(soup: Soup | None) -> jax.Array:
-        y, end["state"] = own(soup, tokens.q, tokens.k, tokens.v, tokens.gates)
+        y, end["state"] = own(soup, tokens)
         return up(y)
 
-    u = None if tokens.connector is None else up(tokens.connector)
-    blend = None if tokens.blend is None else up(tokens.blend)
+    u = None if connector is None else up(connector)
+    blend = None if blend is None else up(blend)
     up_params = jax.tree.map(lambda x: x.astype(wide), params)
     y = cache.read_cache(
         rule, up_params, state, up(tokens.q), u, blend, own_keys[:, :, None], own_read, dtype, layer

@@ -27,7 +27,8 @@ from atlasjax.memory.fast_weights.scan import state_after, window_count_of, xla_
 from atlasjax.memory.fast_weights.slots import Carry
 from atlasjax.memory.fast_weights.spec import MemorySpec
 from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState
-from atlasjax.memory.gates import Gates, Weights
+from atlasjax.memory.gates import Weights
+from atlasjax.memory.tokens import Tokens
 from pallas_kernels.arguments import BEGINS, EMPTY, Segments, Window
 from pallas_kernels.chunk_memory import CHUNK_SIZES, chunk_memory, unsupported_by_gpu
 from pallas_kernels.gpu import too_old
@@ -132,33 +133,29 @@ def pallas_scan(
     rule: MemorySpec,
     params: MemoryParams,
     state: MemoryState | None,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    gates: Gates,
-    segment_ids: jax.Array | None = None,
+    tokens: Tokens,
     max_segments: int | None = None,
 ) -> tuple[jax.Array, MemoryState]:
     """`xla_scan` by "pallas_tpu" or "pallas_gpu", for a call that it supports. There is no forward-mode derivative."""
-    before = init_state(rule, params, batch_size=q.shape[0]) if state is None else state
-    gates = rule.within_horizon(gates)  # before padding, whose θ is 1
+    batch, time = tokens.q.shape[:2]
+    before = init_state(rule, params, batch_size=batch) if state is None else state
+    tokens = tokens._replace(gates=rule.within_horizon(tokens.gates))  # before padding, whose θ is 1
     if linear_kernels.kernel_of(rule) is not None:
-        calls = q, k, v, gates, segment_ids, max_segments, _FREE_CHUNK
-        return linear_kernels.scan(implementation, rule, params, before, *calls)
-    if segment_ids is not None or (state is not None and state.position is not None):
-        inside = state is not None and state.position is not None
-        return _packed(implementation, rule, params, before, q, k, v, gates, segment_ids, max_segments, inside=inside)
-    chunk, time = _chunk_size(rule), q.shape[1]
+        return linear_kernels.scan(implementation, rule, params, before, tokens, max_segments, _FREE_CHUNK)
+    inside = state is not None and state.position is not None
+    if tokens.segment_ids is not None or inside:
+        return _packed(implementation, rule, params, before, tokens, max_segments, inside=inside)
+    chunk = _chunk_size(rule)
     whole = time if rule.has_constant_gradient else time // chunk * chunk
-    cut = lambda which: jax.tree.map(lambda x: x[:, which], (q, k, v, gates))
+    cut = lambda which: jax.tree.map(lambda x: x[:, which], tokens)
     first = cut(slice(whole))
-    y, memory, momentum = _chunks(implementation, rule, params, before, state, *first)
-    where = grid.aligned_layout(q.shape[0], whole, chunk, rule.window, window_count_of(before))
+    y, memory, momentum = _chunks(implementation, rule, params, before, state, first)
+    where = grid.aligned_layout(batch, whole, chunk, rule.window, window_count_of(before))
     carry = Carry(memory, momentum, None, memory)
-    after = state_after(rule, before, carry, where, first[1], first[2], first[3], None, None)
+    after = state_after(rule, before, carry, where, first)
     if whole == time:
         return y, after
-    rest, after = xla_scan(rule, params, after, *cut(slice(whole, None)))
+    rest, after = xla_scan(rule, params, after, cut(slice(whole, None)))
     return jnp.concatenate([y, rest], axis=1), after
 
 
@@ -167,25 +164,21 @@ def _packed(
     rule: MemorySpec,
     params: MemoryParams,
     before: MemoryState,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    gates: Gates,
-    segment_ids: jax.Array | None,
+    tokens: Tokens,
     max_segments: int | None,
     *,
     inside: bool,
 ) -> tuple[jax.Array, MemoryState]:
     """A call with packed segments, or one that may begin inside a chunk (`inside`)."""
-    time, chunk = q.shape[1], _chunk_size(rule)
-    where = layout(rule, before, time, segment_ids, max_segments, chunk)
+    time, chunk = tokens.q.shape[1], _chunk_size(rule)
+    where = layout(rule, before, tokens, max_segments, chunk)
     head, state, y_head = None, before, None
     if inside:
         head = head_lengths(where, chunk)
-        first = jax.tree.map(lambda x: x[:, : chunk - 1], (q, k, v, gates))
-        y_head, state = xla_scan(rule, params, before, *first, lengths=head)
-    packed = pack(rule, params, before, where, q, k, v, gates, segment_ids, chunk, head)
-    scan = functools.partial(_chunks, implementation, rule, params, state, state, *packed[:4])
+        first = jax.tree.map(lambda x: x[:, : chunk - 1], tokens._replace(segment_ids=None))
+        y_head, state = xla_scan(rule, params, before, first, lengths=head)
+    packed = pack(rule, params, before, where, tokens, chunk, head)
+    scan = functools.partial(_chunks, implementation, rule, params, state, state, packed.tokens)
     y, memory, momentum = scan(segments=packed.segments)
     y = packed.pick(y)
     if head is not None and y_head is not None:
@@ -205,7 +198,7 @@ def _packed(
         if inside:  # all tokens are in the chunk in which the call begins
             chunk_start = grid.choose(last < 0, before.chunk_start, chunk_start)
     carry = Carry(memory, momentum, None, chunk_start)
-    return y, state_after(rule, before, carry, where, k, v, gates, segment_ids, None)
+    return y, state_after(rule, before, carry, where, tokens)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,8 +223,11 @@ class _Pallas:
             return False
         return fastest(kernel_of(rule), q.shape[-1], q.dtype).get(PLATFORMS[self.name]) == self.name
 
-    def scan(self, *arguments: Any) -> tuple[jax.Array, MemoryState]:
-        return pallas_scan(self.name, *arguments)
+    def scan(
+        self, rule: MemorySpec, params: MemoryParams, state: MemoryState | None, *call: Any
+    ) -> tuple[jax.Array, MemoryState]:
+        *tokens, max_segments = call
+        return pallas_scan(self.name, rule, params, state, Tokens(*tokens), max_segments)
 
 
 PALLAS = tuple(_Pallas(name) for name in PLATFORMS)
@@ -261,16 +257,14 @@ def _chunks(
     params: MemoryParams,
     before: MemoryState,
     past: MemoryState | None,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    gates: Gates,
+    tokens: Tokens,
     segments: Segments | None = None,
 ) -> tuple[jax.Array, Weights, Weights | None]:
     """Whole chunks from the start of a chunk, or any number of tokens where the chunk size has no effect: y, M and S.
 
     past: the state whose window precedes the first token. None means that nothing does. segments: as in `chunk_memory`.
     """
+    q, k, v, gates, _ = tokens
     structure: Any = rule.structure
     apart = structure.residual and not rule.features.is_identity
     if apart:

@@ -65,7 +65,7 @@ class Added(NamedTuple):
     value: jax.Array
 
 
-class Tokens(NamedTuple):
+class LinearTokens(NamedTuple):
     """The m tokens of a block of one head, in the notation of the module docstring. query: [m, D]; decay: [m], [m, D] or None."""
 
     query: jax.Array
@@ -103,27 +103,22 @@ class Prepared(NamedTuple):
     decay: jax.Array | None
 
 
-def tokens_of(
-    rule: MemorySpec,
-    query: jax.Array,
-    key: jax.Array,
-    v: jax.Array,
-    decay: jax.Array | None,
-    step_size: jax.Array | None,
-    removal_key: jax.Array | None,
-    removal: jax.Array | None,
-) -> Tokens:
-    """The tokens of a rule with `is_linear`. query and key: features [m, D]."""
+def tokens_of(rule: MemorySpec, params: MemoryParams, slot: Slot) -> LinearTokens:
+    """The tokens of a slot of one head, for a rule with `is_linear`."""
+    wide = wide_dtype(slot.q.dtype)
+    query, key = (rule.features.apply(params.coefficients, x.astype(wide)) for x in (slot.q, slot.k))
+    v, decay, step_size = slot.v.astype(wide), slot.retention, slot.step_size
     if rule.objective.removes:
+        removal_key, removal = slot.removal_key, slot.removal
         assert removal_key is not None
         assert removal is not None
         if rule.bound is not None and rule.bound.step is not None:
             removal = bounds.capped_removal(rule.bound.step, removal_key, removal)
         ones = jnp.ones(key.shape[0], key.dtype)
-        return Tokens(query, decay, Removal(removal_key, removal * removal_key, ones, None), Added(key, v))
+        return LinearTokens(query, decay, Removal(removal_key, removal * removal_key, ones, None), Added(key, v))
     assert step_size is not None
     if rule.objective.gradient_is_value:
-        return Tokens(
+        return LinearTokens(
             query, decay, None, Added(key, v * step_size if step_size.ndim == 2 else scaled_rows(step_size, v))
         )
     if rule.optimizer.is_implicit:
@@ -131,10 +126,10 @@ def tokens_of(
         step_size = step_size / (1.0 + step_size * (square if step_size.ndim == 1 else square[:, None]))
     if rule.step_bound is not None:
         step_size = bounds.capped_delta(rule.step_bound, step_size, key)
-    return Tokens(query, decay, Removal(key, key, step_size, v), None)
+    return LinearTokens(query, decay, Removal(key, key, step_size, v), None)
 
 
-def scores_of(rule: MemorySpec, tokens: Tokens) -> Scores:
+def scores_of(rule: MemorySpec, tokens: LinearTokens) -> Scores:
     """All scores of a block together, in few and large products, so that each query and each key is decayed once."""
     queries, masks, keys = [tokens.query], [Mask(strict=False, shift=False)], []
     if tokens.removal is not None:
@@ -153,7 +148,7 @@ def scores_of(rule: MemorySpec, tokens: Tokens) -> Scores:
     return Scores(by_term[0], None if tokens.removal is None else by_term[1])
 
 
-def prepare(rule: MemorySpec, dtype: jnp.dtype, tokens: Tokens, scores: Scored | None) -> Prepared:
+def prepare(rule: MemorySpec, dtype: jnp.dtype, tokens: LinearTokens, scores: Scored | None) -> Prepared:
     """The parts of a block that do not depend on W_0.
 
     Args:
@@ -205,7 +200,7 @@ def advance(W: jax.Array, block: Prepared) -> tuple[jax.Array, jax.Array | None]
     return after, u
 
 
-def read(dtype: jnp.dtype, tokens: Tokens, scores: Scored, W: jax.Array, u: jax.Array | None) -> jax.Array:
+def read(dtype: jnp.dtype, tokens: LinearTokens, scores: Scored, W: jax.Array, u: jax.Array | None) -> jax.Array:
     """y of the block's queries, [m, value_dim], from W before the block."""
     y = applied(_times(_from_start_and_to_end(tokens.decay)[0], tokens.query), W, dtype)
     if scores.written is not None and u is not None:
@@ -318,15 +313,6 @@ def _substitute(lower: jax.Array, rate: jax.Array, right: jax.Array) -> jax.Arra
     return jnp.stack(rows)
 
 
-def _slot_tokens(rule: MemorySpec, params: MemoryParams, slot: Slot) -> Tokens:
-    """The tokens of a slot of one head."""
-    wide = wide_dtype(slot.q.dtype)
-    query, key = (rule.features.apply(params.coefficients, x.astype(wide)) for x in (slot.q, slot.k))
-    return tokens_of(
-        rule, query, key, slot.v.astype(wide), slot.retention, slot.step_size, slot.removal_key, slot.removal
-    )
-
-
 def linear_scan(
     rule: MemorySpec, dtype: jnp.dtype, params: MemoryParams, memory: Weights, slots: Slot, resets: jax.Array | None
 ) -> tuple[jax.Array, Weights]:
@@ -346,12 +332,12 @@ def linear_scan(
     start = rule.start(params.weights)["W"]
     over_heads = lambda function: jax.vmap(jax.vmap(jax.vmap(function), in_axes=(None, 0)), in_axes=(None, 0))
 
-    def prepare_slot(params: MemoryParams, slot: Slot) -> tuple[Prepared, Tokens, Scored]:
-        tokens = _slot_tokens(rule, params, slot)
+    def prepare_slot(params: MemoryParams, slot: Slot) -> tuple[Prepared, LinearTokens, Scored]:
+        tokens = tokens_of(rule, params, slot)
         scores = scores_of(rule, tokens)
         return prepare(rule, product_dtype(dtype), tokens, scores.system), tokens, scores.read
 
-    def read_slot(tokens: Tokens, scores: Scored, W: jax.Array, u: jax.Array | None) -> jax.Array:
+    def read_slot(tokens: LinearTokens, scores: Scored, W: jax.Array, u: jax.Array | None) -> jax.Array:
         return read(product_dtype(dtype), tokens, scores, W, u).astype(dtype)
 
     def step(

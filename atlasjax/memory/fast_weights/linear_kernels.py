@@ -17,6 +17,7 @@ from atlasjax.memory.fast_weights.slots import Carry
 from atlasjax.memory.fast_weights.spec import MemorySpec
 from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState
 from atlasjax.memory.gates import Gates
+from atlasjax.memory.tokens import Tokens
 from pallas_kernels.delta_rule import MOST_CHANNELS, delta_rule
 from pallas_kernels.linear_rule import linear_rule
 
@@ -47,20 +48,16 @@ def scan(
     rule: MemorySpec,
     params: MemoryParams,
     before: MemoryState,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    gates: Gates,
-    segment_ids: jax.Array | None,
+    tokens: Tokens,
     max_segments: int | None,
     chunk_size: int,
 ) -> tuple[jax.Array, MemoryState]:
     """`xla_scan` of a rule with a kernel by "pallas_tpu" or "pallas_gpu", in chunks that do not affect the result."""
-    tokens, packed = (k, v, gates), None
+    (q, k, v, gates, segment_ids), packed = tokens, None
     if segment_ids is not None:
-        where = layout(rule, before, q.shape[1], segment_ids, max_segments, chunk_size)
-        packed = pack(rule, params, before, where, q, k, v, gates, segment_ids, chunk_size)
-        q, k, v, gates = packed[:4]
+        where = layout(rule, before, tokens, max_segments, chunk_size)
+        packed = pack(rule, params, before, where, tokens, chunk_size)
+        q, k, v, gates, _ = packed.tokens
     wide = jnp.float32
     by_head = lambda x: jax.vmap(rule.features.apply, in_axes=(0, 2), out_axes=2)(params.coefficients, x.astype(wide))
     query, key = (x.astype(wide) if rule.features.is_identity else by_head(x) for x in (q, k))
@@ -96,7 +93,7 @@ def scan(
     if packed is None:
         return y, before._replace(memory={"W": memory})
     after = Carry({"W": memory}, before.momentum, None, {"W": memory})
-    return packed.pick(y), state_after(rule, before, after, where, *tokens, segment_ids, None)
+    return packed.pick(y), state_after(rule, before, after, where, tokens)
 
 
 def _step_size(rule: MemorySpec, gates: Gates, key: jax.Array) -> jax.Array | None:

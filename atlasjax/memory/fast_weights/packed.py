@@ -13,20 +13,17 @@ from atlasjax.memory import grid
 from atlasjax.memory.fast_weights.scan import window_count_of
 from atlasjax.memory.fast_weights.spec import MemorySpec
 from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState
-from atlasjax.memory.gates import Gates
+from atlasjax.memory.tokens import Tokens
 from pallas_kernels.arguments import BEGINS, CONTINUES, EMPTY, Segments
 
 
 class Packed(NamedTuple):
-    """A call's tokens and gates on the grid, [batch, places, …], and what the kernels need to know of it.
+    """A call's tokens on the grid, [batch, places, …], without segment ids, and what the kernels need to know of it.
 
     place: the places of the tokens, [batch, time]. Those of the head, and of tokens for which there is none, are beyond the end.
     """
 
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    gates: Gates
+    tokens: Tokens
     segments: Segments
     place: jax.Array
 
@@ -38,12 +35,12 @@ class Packed(NamedTuple):
 def layout(
     rule: MemorySpec,
     before: MemoryState,
-    time: int,
-    segment_ids: jax.Array | None,
+    tokens: Tokens,
     max_segments: int | None,
     chunk: int,
 ) -> grid.Layout:
-    """The grid of a call of `time` tokens in chunks of `chunk`. The other arguments are those of `pallas_scan`."""
+    """The grid of a call in chunks of `chunk`. The other arguments are those of `pallas_scan`."""
+    time, segment_ids = tokens.q.shape[1], tokens.segment_ids
     count = window_count_of(before)
     position = jnp.zeros_like(count) if before.position is None else before.position
     if segment_ids is None:
@@ -64,15 +61,12 @@ def pack(
     params: MemoryParams,
     before: MemoryState,
     where: grid.Layout,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    gates: Gates,
-    segment_ids: jax.Array | None,
+    tokens: Tokens,
     chunk: int,
     head: jax.Array | None = None,
 ) -> Packed:
     """The call on its grid `where`, without its `head`. The other arguments are those of `pallas_scan`."""
+    q, k, v, gates, segment_ids = tokens
     time, places = q.shape[1], where.num_slots * chunk
     t = jnp.arange(time)
     place, filled = where.place, where.filled
@@ -111,7 +105,7 @@ def pack(
         removal_key=lay_gate(gates.removal_key),
         removal=lay_gate(gates.removal),
     )
-    return Packed(lay(q), lay(k), lay(v), laid, segments, place)
+    return Packed(Tokens(lay(q), lay(k), lay(v), laid), segments, place)
 
 
 def without_last_chunk(segments: Segments, is_left_out: jax.Array) -> Segments:

@@ -13,7 +13,7 @@ from atlasjax.memory.fast_weights import bounds
 from atlasjax.memory.fast_weights.init import init_state
 from atlasjax.memory.fast_weights.spec import MemorySpec
 from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState
-from atlasjax.memory.gates import Gates
+from atlasjax.memory.tokens import Tokens
 from pallas_kernels.arguments import wide_dtype
 
 
@@ -143,13 +143,10 @@ def reference_scan(
     rule: MemorySpec,
     params: MemoryParams,
     state: MemoryState | None,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    gates: Gates,
-    segment_ids: jax.Array | None = None,
+    tokens: Tokens,
 ) -> tuple[jax.Array, MemoryState]:
     """The recurrence over a sequence. Arguments as in `memory.scan`, already checked."""
+    q, k, v, gates, segment_ids = tokens
     dtype = wide_dtype(q.dtype)
     batch, time, heads, _ = q.shape
     wide = lambda x: x.astype(wide_dtype(x.dtype, dtype))
@@ -158,7 +155,7 @@ def reference_scan(
     params = jax.tree.map(wide, params)
     state = jax.tree.map(lambda x: wide(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, state)
     ones = jnp.ones((batch, time, heads), dtype)
-    tokens = {
+    by_token = {
         "q": wide(q),
         "k": wide(k),
         "v": wide(v),
@@ -169,7 +166,7 @@ def reference_scan(
         "threshold": ones if gates.threshold is None else wide(gates.threshold),
     }
     if gates.removal_key is not None and gates.removal is not None:
-        tokens |= {"removal_key": wide(gates.removal_key), "removal": wide(gates.removal)}
+        by_token |= {"removal_key": wide(gates.removal_key), "removal": wide(gates.removal)}
     by_batch: dict[str, jax.Array] = {}
     if segment_ids is not None:
         by_batch["segment"] = segment_ids
@@ -198,7 +195,7 @@ def reference_scan(
 
     over_heads = jax.vmap(one_head, in_axes=(0, 0, 0, None, 1, None), out_axes=(1, 0))
     over_batch = jax.vmap(over_heads, in_axes=(None, None, 0, 0, 0, 0))
-    y, last = over_batch(params, rule.start(params.weights), carry_heads, carry_batch, tokens, by_batch)
+    y, last = over_batch(params, rule.start(params.weights), carry_heads, carry_batch, by_token, by_batch)
 
     position = last["position"][:, 0]
     ends_chunk = (position == 0)[:, None, None, None]

@@ -17,8 +17,9 @@ from atlasjax.memory.fast_weights.spec import MemorySpec
 from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState, soup
 from atlasjax.memory.fast_weights.step import xla_step, xla_step_layer
 from atlasjax.memory.fast_weights.suggested import has_steps_of_one_size, suggested_steps
-from atlasjax.memory.gates import Gates, Weights
+from atlasjax.memory.gates import Weights
 from atlasjax.memory.rule import ScanCall, Sizes
+from atlasjax.memory.tokens import Tokens
 
 
 class MemoryRule(MemorySpec):
@@ -62,76 +63,46 @@ class MemoryRule(MemorySpec):
     def check_params(self, params: MemoryParams, where: str) -> None:
         init.check_params(self, params, where)
 
-    def scan(
+    def scan_tokens(
         self,
         params: MemoryParams,
         state: MemoryState | None,
-        q: Float[Array, "batch time heads key_dim"],
-        k: Float[Array, "batch time heads key_dim"],
-        v: Float[Array, "batch time heads value_dim"],
-        gates: Gates,
-        segment_ids: Int[Array, "batch time"] | None = None,
-        max_segments: int | None = None,
-        *,
-        lengths: Int[Array, " batch"] | None = None,
+        tokens: Tokens,
+        max_segments: int | None,
+        lengths: Int[Array, " batch"] | None,
         soup: Soup | None = None,
     ) -> tuple[Float[Array, "batch time heads value_dim"], MemoryState]:
-        return xla_scan(self, params, state, q, k, v, gates, segment_ids, max_segments, lengths=lengths, soup=soup)
+        return xla_scan(self, params, state, tokens, max_segments, lengths=lengths, soup=soup)
 
-    def scan_part(
+    def scan_tokens_part(
         self,
         axes: tuple[str, ...],
         run: ScanCall[MemoryParams, MemoryState],
         params: MemoryParams,
         state: MemoryState | None,
-        q: Float[Array, "batch time heads key_dim"],
-        k: Float[Array, "batch time heads key_dim"],
-        v: Float[Array, "batch time heads value_dim"],
-        gates: Gates,
-        segment_ids: Int[Array, "batch time"] | None,
+        tokens: Tokens,
     ) -> tuple[Float[Array, "batch time heads value_dim"], MemoryState]:
-        return scan_part(self, axes, run, params, state, q, k, v, gates, segment_ids)
+        return scan_part(self, axes, run, params, state, tokens)
 
-    def step(
-        self,
-        params: MemoryParams,
-        state: MemoryState,
-        q: Float[Array, "batch heads key_dim"],
-        k: Float[Array, "batch heads key_dim"],
-        v: Float[Array, "batch heads value_dim"],
-        gates: Gates,
-        soup: Soup | None = None,
+    def step_token(
+        self, params: MemoryParams, state: MemoryState, tokens: Tokens, soup: Soup | None = None
     ) -> tuple[Float[Array, "batch heads value_dim"], MemoryState]:
-        return xla_step(self, params, state, q, k, v, gates, soup=soup)
+        return xla_step(self, params, state, tokens, soup=soup)
 
-    def step_layer(
-        self,
-        params: MemoryParams,
-        states: MemoryState,
-        layer: Int[Array, ""],
-        q: Float[Array, "batch heads key_dim"],
-        k: Float[Array, "batch heads key_dim"],
-        v: Float[Array, "batch heads value_dim"],
-        gates: Gates,
+    def step_token_in_layer(
+        self, params: MemoryParams, states: MemoryState, layer: Int[Array, ""], tokens: Tokens
     ) -> tuple[Float[Array, "batch heads value_dim"], MemoryState]:
-        return xla_step_layer(self, params, states, layer, q, k, v, gates)
+        return xla_step_layer(self, params, states, layer, tokens)
 
     def read(
         self, params: MemoryParams, state: MemoryState, q: Float[Array, "batch time heads key_dim"]
     ) -> Float[Array, "batch time heads value_dim"]:
         return read_state(self, params, state, q)
 
-    def reference(
-        self,
-        params: MemoryParams,
-        state: MemoryState | None,
-        q: Float[Array, "batch time heads key_dim"],
-        k: Float[Array, "batch time heads key_dim"],
-        v: Float[Array, "batch time heads value_dim"],
-        gates: Gates,
-        segment_ids: Int[Array, "batch time"] | None = None,
+    def reference_tokens(
+        self, params: MemoryParams, state: MemoryState | None, tokens: Tokens
     ) -> tuple[Float[Array, "batch time heads value_dim"], MemoryState]:
-        return reference_scan(self, params, state, q, k, v, gates, segment_ids)
+        return reference_scan(self, params, state, tokens)
 
     def sizes(self, params: MemoryParams) -> Sizes:
         outermost = next(iter(self.structure.weight_shapes(1, 1)))

@@ -12,8 +12,9 @@ from atlasjax.memory.fast_weights.linear import linear_scan
 from atlasjax.memory.fast_weights.slots import Carry, SlotInputs, cpu_lanes, from_slots, scan_slots, to_slots
 from atlasjax.memory.fast_weights.spec import MemorySpec
 from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState
-from atlasjax.memory.gates import Gates, Weights
+from atlasjax.memory.gates import Weights
 from atlasjax.memory.grid import MaybeArray, choose
+from atlasjax.memory.tokens import Tokens
 from pallas_kernels.arguments import wide_dtype
 
 
@@ -22,11 +23,7 @@ def xla_scan(
     rule: MemorySpec,
     params: MemoryParams,
     state: MemoryState | None,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    gates: Gates,
-    segment_ids: jax.Array | None = None,
+    tokens: Tokens,
     max_segments: int | None = None,
     *,
     lengths: jax.Array | None = None,
@@ -37,9 +34,10 @@ def xla_scan(
     lengths: [batch], number of tokens in each row, only without segment_ids. The others are not written, and their outputs are NaN.
     soup: other memories to mix with this one in every read, only for a rule without `is_linear`.
     """
+    tokens = tokens._replace(gates=rule.within_horizon(tokens.gates))
+    q, k, v, gates, segment_ids = tokens
     wide = wide_dtype(q.dtype)
     batch, time, heads, _ = q.shape
-    gates = rule.within_horizon(gates)
     fresh = state is None
     if state is None:
         state = init_state(rule, params, batch_size=batch)
@@ -50,11 +48,11 @@ def xla_scan(
         return None if x is None else to_slots(x.astype(wide), sizes, where, fill)
 
     gamma = jnp.ones((batch, time, heads, 1), wide) if gates.window_weights is None else gates.window_weights
-    tokens = lambda x: to_slots(x, sizes, where, 0.0)  # in their own dtype; converted chunk by chunk
+    own = lambda x: to_slots(x, sizes, where, 0.0)  # in their own dtype; converted chunk by chunk
     slots = Slot(
-        q=tokens(q),
-        k=tokens(k),
-        v=tokens(v),
+        q=own(q),
+        k=own(k),
+        v=own(v),
         retention=put(gates.retention, 1.0),
         step_size=put(gates.step_size, 0.0),
         momentum_decay=put(gates.momentum_decay, 1.0),
@@ -77,7 +75,7 @@ def xla_scan(
     )
     y, carry = _run_slots(rule, sizes, q.dtype, operands, fresh)
     y = from_slots(y, sizes, where, time)
-    return y, state_after(rule, state, carry, where, k, v, gates, segment_ids, lengths)
+    return y, state_after(rule, state, carry, where, tokens, lengths)
 
 
 # What a call gives to its slots: params, carry, inputs, first and soup of `slots.scan_slots`.
@@ -144,13 +142,11 @@ def state_after(
     state: MemoryState,
     carry: Carry,
     where: grid.Layout,
-    k: jax.Array,
-    v: jax.Array,
-    gates: Gates,
-    segment_ids: jax.Array | None,
-    lengths: jax.Array | None,
+    tokens: Tokens,
+    lengths: jax.Array | None = None,
 ) -> MemoryState:
     """The state after a call on the slots `where`, from the state before it and the carry after the last slot."""
+    _, k, v, gates, segment_ids = tokens
     memory = carry.memory
     if where.overflow is not None:
         memory = choose(where.overflow, jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), memory), memory)

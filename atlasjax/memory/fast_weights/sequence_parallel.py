@@ -19,16 +19,15 @@ import jax.numpy as jnp
 from atlasjax.memory.fast_weights.init import init_state
 from atlasjax.memory.fast_weights.spec import MemorySpec
 from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState
-from atlasjax.memory.gates import Gates
 from atlasjax.memory.rule import ScanCall
+from atlasjax.memory.tokens import Tokens
 
 _PRECISION = jax.lax.Precision.HIGHEST
 
 
 def scan_part(
     rule: MemorySpec, axes: tuple[str, ...], run: ScanCall[MemoryParams, MemoryState],
-    params: MemoryParams, state: MemoryState | None, q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates,
-    segment_ids: jax.Array | None,
+    params: MemoryParams, state: MemoryState | None, tokens: Tokens,
 ) -> tuple[jax.Array, MemoryState]:  # fmt: skip
     """The part of one device, inside a `shard_map` that divides the tokens over `axes`.
 
@@ -36,12 +35,13 @@ def scan_part(
       rule: one that is not `undivided`.
       axes: mesh axes; their devices, in order, have the parts of the sequence in order.
       run: (params, state, q, k, v, gates, segment_ids) → (y, state) for the tokens of one device.
-      params, state, q, k, v, gates, segment_ids: as in `memory.scan`, with this device's tokens. The state is that before the whole
-        sequence.
+      params, state: as in `memory.scan`. The state is that before the whole sequence.
+      tokens: this device's.
 
     Returns:
       y of this device's tokens, and the state after the whole sequence.
     """
+    q, _, v, _, segment_ids = tokens
     before = init_state(rule, params, batch_size=q.shape[0]) if state is None else state
     ((name, M),) = before.memory.items()
     out, channels = M.shape[-2:]
@@ -57,7 +57,7 @@ def scan_part(
         start = start._replace(segment=jnp.where(me == 0, before.segment, last_ids[me - 1]))
         last_segment = last_ids[-1]
     no_values = jnp.zeros((*v.shape[:-1], channels), v.dtype)
-    y, after = run(wide, start, q, k, jnp.concatenate([v, no_values], axis=-1), gates, segment_ids)
+    y, after = run(wide, start, *tokens._replace(v=jnp.concatenate([v, no_values], axis=-1)))
 
     ends = jax.lax.all_gather(after.memory[name], axes)  # [devices, batch, heads, out + channels, channels]
 

@@ -18,15 +18,15 @@ from atlasjax.memory.axes.optimizers import OptimizerState
 from atlasjax.memory.blocks import Factors, exact
 from atlasjax.memory.check import check_range
 from atlasjax.memory.choices import check_feature_dim
+from atlasjax.memory.family import FamilyRule
 from atlasjax.memory.fast_weights.bounds import Bound, LimitedSlope, largest_norm, within_norm
 from atlasjax.memory.fast_weights.clashes import clashes
 from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState
 from atlasjax.memory.gates import Gates, Weights
-from atlasjax.memory.rule import Rule
 
 
 @dataclasses.dataclass(frozen=True)
-class MemorySpec(Rule[MemoryParams, MemoryState]):
+class MemorySpec(FamilyRule[MemoryParams, MemoryState]):
     """What a `MemoryRule` is: its choices, and what follows from them. How it runs is in `rule`."""
 
     has_kernels: ClassVar[bool] = True

@@ -14,9 +14,10 @@ from atlasjax.memory.fast_weights.linear import linear_scan
 from atlasjax.memory.fast_weights.scan import window_count_of, window_of
 from atlasjax.memory.fast_weights.spec import MemorySpec
 from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState
-from atlasjax.memory.gates import Gates, Weights
+from atlasjax.memory.gates import Weights
 from atlasjax.memory.grid import MaybeArray, choose
 from atlasjax.memory.layerwise import change_some, put_layer, take_layer
+from atlasjax.memory.tokens import Tokens
 from pallas_kernels.arguments import wide_dtype
 
 _Updated = tuple[Weights, OptimizerState, Weights | None, Window | None, jax.Array]
@@ -28,14 +29,12 @@ def xla_step(
     rule: MemorySpec,
     params: MemoryParams,
     state: MemoryState,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    gates: Gates,
+    tokens: Tokens,
     *,
     soup: Soup | None = None,
 ) -> tuple[jax.Array, MemoryState]:
-    """One token. q, k: [batch, heads, key_dim]; v: [batch, heads, value_dim]; gates: [batch, heads(, n)]; soup: see `xla_scan`."""
+    """One token, without the time axis. soup: see `xla_scan`."""
+    q, k, v, gates, _ = tokens
     wide = wide_dtype(q.dtype)
     batch, heads, _ = q.shape
     gates = rule.within_horizon(gates)
@@ -91,13 +90,12 @@ def xla_step(
 
 
 def xla_step_layer(
-    rule: MemorySpec, params: MemoryParams, states: MemoryState, layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array,
-    gates: Gates,
-) -> tuple[jax.Array, MemoryState]:  # fmt: skip
+    rule: MemorySpec, params: MemoryParams, states: MemoryState, layer: jax.Array, tokens: Tokens
+) -> tuple[jax.Array, MemoryState]:
     """`xla_step` in the states of all layers, [layers, batch, …]. The memory at a chunk's start is written only where one begins or
     ends."""
     state = take_layer(states, layer)
-    y, after = xla_step(rule, params, state, q, k, v, gates)
+    y, after = xla_step(rule, params, state, tokens)
     if state.chunk_start is None:
         return y, put_layer(states, after, layer, y)
     assert state.position is not None

@@ -10,6 +10,16 @@ from atlasjax.memory.log_linear.init import fresh_memory
 from atlasjax.memory.log_linear.spec import LogLinearSpec
 from atlasjax.memory.log_linear.state import LogLinearState, bit
 from atlasjax.memory.rule import Params
+from atlasjax.memory.tokens import Tokens
+from pallas_kernels.arguments import wide_dtype
+
+
+def own_tokens(tokens: Tokens) -> tuple[Tokens, Float[Array, "*tokens heads connector_dim"]]:
+    """The tokens with the gates of the inner rule alone, and λ."""
+    gates, wide = tokens.gates, wide_dtype(tokens.q.dtype)
+    assert gates.connector is not None
+    weights = jax.nn.softplus(gates.connector.astype(wide))
+    return tokens._replace(gates=gates._replace(connector=None)), weights
 
 
 def begin_segment(

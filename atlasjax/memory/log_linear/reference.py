@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from atlasjax.memory import meshes
-from atlasjax.memory.gates import Gates
 from atlasjax.memory.log_linear.init import fresh_memory
 from atlasjax.memory.log_linear.spec import LogLinearSpec
 from atlasjax.memory.rule import Params
+from atlasjax.memory.tokens import Tokens
 from pallas_kernels.arguments import wide_dtype
 
 
@@ -28,29 +28,25 @@ class _Carry(TypedDict):
 def reference_outputs(
     rule: LogLinearSpec[Params],
     params: Params,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    gates: Gates,
-    segment_ids: jax.Array | None = None,
+    tokens: Tokens,
 ) -> jax.Array:
     """y of a call from a fresh memory, [batch, time, heads, value_dim], at least float32."""
-    dtype = wide_dtype(q.dtype)
+    dtype = wide_dtype(tokens.q.dtype)
     wide = lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
-    params, (q, k, v, gates) = jax.tree.map(wide, (params, (q, k, v, gates)))
-    batch, time = q.shape[:2]
+    batch, time = tokens.q.shape[:2]
+    ids = jnp.zeros((batch, time), jnp.int32) if tokens.segment_ids is None else tokens.segment_ids
+    params, tokens = jax.tree.map(wide, (params, tokens._replace(segment_ids=None)))
     fresh = jax.tree.map(wide, fresh_memory(rule, params, 1))
     spans = [rule.segment_size << j for j in range(rule.count_levels(time))]
-    ids = jnp.zeros((batch, time), jnp.int32) if segment_ids is None else segment_ids
     when = lambda condition, a, b: jax.tree.map(lambda x, y: jnp.where(condition, x, y), a, b)
 
-    def token(
-        carry: _Carry, xs: tuple[tuple[jax.Array, jax.Array, jax.Array, Gates], jax.Array]
-    ) -> tuple[_Carry, jax.Array]:
+    def token(carry: _Carry, xs: tuple[Tokens, jax.Array]) -> tuple[_Carry, jax.Array]:
         """One token of one row. For each span, `now` is the memory of the current 2^j segments, `before` that of the last."""
-        (q, k, v, gates), document = xs
+        token, document = xs
+        q, connector = token.q, token.gates.connector
         position = jnp.where(document == carry["document"], carry["position"], 0)
-        one = jax.tree.map(lambda x: x[None, None], (q, k, v, gates._replace(connector=None)))
+        inner = token._replace(gates=token.gates._replace(connector=None))
+        one = jax.tree.map(lambda x: x[None, None], inner)
         own = when(position % rule.segment_size == 0, fresh, carry["own"])
         own_read, own = rule.rule.reference(params, own, *one)
         before, now = [], []
@@ -58,8 +54,8 @@ def reference_outputs(
             begins = position % span == 0
             before.append(when(begins, was_now, was_before))
             now.append(rule.rule.reference(params, when(begins, fresh, was_now), *one)[1])
-        assert gates.connector is not None
-        weights = jax.nn.softplus(gates.connector)  # [heads, 1 + levels]
+        assert connector is not None
+        weights = jax.nn.softplus(connector)  # [heads, 1 + levels]
         skip = jax.vmap(rule.rule.residual)(params, q[:, None])
         skip = jnp.zeros_like(own_read[0, 0]) if skip is None else skip[:, 0]
         y = skip + weights[:, :1] * (own_read[0, 0] - skip)
@@ -78,4 +74,4 @@ def reference_outputs(
         "position": jnp.zeros((), jnp.int32),
         "document": jnp.full((), -1, jnp.int32),
     }
-    return jax.vmap(lambda tokens, ids: meshes.scan(token, start, (tokens, ids))[1])((q, k, v, gates), ids)
+    return jax.vmap(lambda tokens, ids: meshes.scan(token, start, (tokens, ids))[1])(tokens, ids)

@@ -2,7 +2,6 @@
 
 from jaxtyping import Array, Float, Int
 
-from atlasjax.memory.gates import Gates
 from atlasjax.memory.log_linear import init
 from atlasjax.memory.log_linear.reference import reference_outputs
 from atlasjax.memory.log_linear.scan import xla_scan
@@ -10,6 +9,7 @@ from atlasjax.memory.log_linear.spec import LogLinearSpec
 from atlasjax.memory.log_linear.state import LogLinearState
 from atlasjax.memory.log_linear.step import read_state, xla_step
 from atlasjax.memory.rule import Params
+from atlasjax.memory.tokens import Tokens
 
 
 class LogLinearRule(LogLinearSpec[Params]):
@@ -43,36 +43,25 @@ class LogLinearRule(LogLinearSpec[Params]):
         """Fresh memories, for the levels that `max_length` tokens need; None: for all. Outputs of tokens that need more are NaN."""
         return init.init_state(self, params, batch_size, max_length)
 
-    def scan(
+    def scan_tokens(
         self,
         params: Params,
         state: LogLinearState | None,
-        q: Float[Array, "batch time heads key_dim"],
-        k: Float[Array, "batch time heads key_dim"],
-        v: Float[Array, "batch time heads value_dim"],
-        gates: Gates,
-        segment_ids: Int[Array, "batch time"] | None = None,
-        max_segments: int | None = None,
-        *,
-        lengths: Int[Array, " batch"] | None = None,
+        tokens: Tokens,
+        max_segments: int | None,
+        lengths: Int[Array, " batch"] | None,
     ) -> tuple[Float[Array, "batch time heads value_dim"], LogLinearState]:
         """`memory.scan`. The state that comes back from a fresh memory has the levels of this call only: to continue a sequence,
         start with `init_state`."""
         if lengths is not None:
             raise TypeError("LogLinearRule.scan: lengths is only for the rule inside a CachedRule.")
-        return xla_scan(self, params, state, q, k, v, gates, segment_ids, max_segments)
+        return xla_scan(self, params, state, tokens, max_segments)
 
-    def step(
-        self,
-        params: Params,
-        state: LogLinearState,
-        q: Float[Array, "batch heads key_dim"],
-        k: Float[Array, "batch heads key_dim"],
-        v: Float[Array, "batch heads value_dim"],
-        gates: Gates,
+    def step_token(
+        self, params: Params, state: LogLinearState, tokens: Tokens
     ) -> tuple[Float[Array, "batch heads value_dim"], LogLinearState]:
         """`memory.step`: one step of every memory and one read of each."""
-        return xla_step(self, params, state, q, k, v, gates)
+        return xla_step(self, params, state, tokens)
 
     def read(
         self,
@@ -86,18 +75,12 @@ class LogLinearRule(LogLinearSpec[Params]):
             raise ValueError("memory.read: connector is missing; a LogLinearRule needs the weights of its levels.")
         return read_state(self, params, state, q, connector)
 
-    def reference(
-        self,
-        params: Params,
-        state: LogLinearState | None,
-        q: Float[Array, "batch time heads key_dim"],
-        k: Float[Array, "batch time heads key_dim"],
-        v: Float[Array, "batch time heads value_dim"],
-        gates: Gates,
-        segment_ids: Int[Array, "batch time"] | None = None,
+    def reference_tokens(
+        self, params: Params, state: LogLinearState | None, tokens: Tokens
     ) -> tuple[Float[Array, "batch time heads value_dim"], LogLinearState]:
         """`memory.reference`: y from the definition; the state from the engine. Very slow."""
         if state is not None:
             raise ValueError("memory.reference: state is given, but a log-linear rule requires state=None.")
-        _, after = self.scan(params, None, q, k, v, gates, segment_ids, None if segment_ids is None else q.shape[1])
-        return reference_outputs(self, params, q, k, v, gates, segment_ids).astype(q.dtype), after
+        q = tokens.q
+        _, after = self.scan(params, None, *tokens, None if tokens.segment_ids is None else q.shape[1])
+        return reference_outputs(self, params, tokens).astype(q.dtype), after

@@ -9,17 +9,16 @@ import jax.numpy as jnp
 from atlasjax.memory import grid, meshes
 from atlasjax.memory.caching import combine
 from atlasjax.memory.caching.state import in_segment
-from atlasjax.memory.gates import Gates, Weights
+from atlasjax.memory.gates import Weights
 from atlasjax.memory.grid import Tree, choose
 from atlasjax.memory.log_linear import state as states
 from atlasjax.memory.log_linear.init import init_state
-from atlasjax.memory.log_linear.levels import begin_segment, read_levels
+from atlasjax.memory.log_linear.levels import begin_segment, own_tokens, read_levels
 from atlasjax.memory.log_linear.spec import LogLinearSpec
 from atlasjax.memory.log_linear.state import LogLinearState
 from atlasjax.memory.rule import Params, State
+from atlasjax.memory.tokens import Tokens
 from pallas_kernels.arguments import wide_dtype
-
-_Tokens = tuple[jax.Array, jax.Array, jax.Array, Gates]  # q, k, v and the gates of the inner rule
 
 
 @functools.partial(jax.jit, static_argnames=("rule", "max_segments"))
@@ -27,20 +26,15 @@ def xla_scan(
     rule: LogLinearSpec[Params],
     params: Params,
     state: LogLinearState | None,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    gates: Gates,
-    segment_ids: jax.Array | None = None,
+    tokens: Tokens,
     max_segments: int | None = None,
 ) -> tuple[jax.Array, LogLinearState]:
     """`LogLinearRule.scan`."""
-    assert gates.connector is not None
-    weights = jax.nn.softplus(gates.connector.astype(wide_dtype(q.dtype)))
-    tokens = (q, k, v, gates._replace(connector=None))
+    tokens, weights = own_tokens(tokens)
+    segment_ids, (batch, time) = tokens.segment_ids, tokens.q.shape[:2]
+    tokens = tokens._replace(segment_ids=None)  # those of the inner rule: every segment starts its memories itself
     if segment_ids is None and state is None:
         return _parallel(rule, params, tokens, weights)
-    batch, time = q.shape[:2]
     if segment_ids is None:
         assert state is not None
         where = grid.continued_pieces(time, rule.segment_size, state.position % rule.segment_size)
@@ -58,19 +52,19 @@ def _sequential(
     rule: LogLinearSpec[Params],
     params: Params,
     state: LogLinearState,
-    tokens: _Tokens,
+    tokens: Tokens,
     weights: jax.Array,
     where: grid.Pieces,
 ) -> tuple[jax.Array, LogLinearState]:
     """A call that continues from a state anywhere in a segment, or has packed documents."""
-    time, dtype = tokens[0].shape[1], tokens[0].dtype
+    time, dtype = tokens.q.shape[1], tokens.q.dtype
     wide = wide_dtype(dtype)
     up_params = jax.tree.map(lambda x: x.astype(wide), params)
     copies = states.count_writers(state)
     resets = jnp.zeros_like(where.lengths, bool) if where.resets is None else where.resets
 
     def piece(
-        state: LogLinearState, xs: tuple[tuple[_Tokens, jax.Array], jax.Array, jax.Array]
+        state: LogLinearState, xs: tuple[tuple[Tokens, jax.Array], jax.Array, jax.Array]
     ) -> tuple[LogLinearState, jax.Array]:
         (row, weights), length, reset = xs
         state = state._replace(position=jnp.where(reset, 0, state.position))
@@ -85,7 +79,7 @@ def _sequential(
         up = lambda x: jnp.swapaxes(x.astype(wide), 1, 2)
         real = (jnp.arange(where.width)[None] < length[:, None])[..., None, None]
         own = up(jnp.where(real, y[::copies], 0.0))
-        y = read_levels(rule, up_params, state, number, up(row[0]), own, up(weights), dtype)
+        y = read_levels(rule, up_params, state, number, up(row.q), own, up(weights), dtype)
         state = state._replace(position=state.position + length.astype(jnp.int32))
         return state, jnp.swapaxes(y, 1, 2)
 
@@ -97,11 +91,11 @@ def _sequential(
 
 
 def _parallel(
-    rule: LogLinearSpec[Params], params: Params, tokens: _Tokens, weights: jax.Array
+    rule: LogLinearSpec[Params], params: Params, tokens: Tokens, weights: jax.Array
 ) -> tuple[jax.Array, LogLinearState]:
     """A call from a fresh memory. The memories of level j continue those of level j − 1, whose segments are their first half."""
-    batch, time = tokens[0].shape[:2]
-    size, dtype = rule.segment_size, tokens[0].dtype
+    batch, time = tokens.q.shape[:2]
+    size, dtype = rule.segment_size, tokens.q.dtype
     wide = wide_dtype(dtype)
     up_params = jax.tree.map(lambda x: x.astype(wide), params)
     count, last = -(-time // size), (time - 1) // size
@@ -113,7 +107,7 @@ def _parallel(
     y, ends = jax.tree.map(lambda x: grid.from_rows(x, count), (y, ends))
     own_read = grid.pick_chunks(y, time)
     up = lambda x: jnp.swapaxes(x.astype(wide), 1, 2)
-    q, own_read, weights = up(tokens[0]), up(own_read), up(weights)
+    q, own_read, weights = up(tokens.q), up(own_read), up(weights)
 
     others = jnp.zeros_like(own_read)
     finished, levels = ends, []
@@ -126,7 +120,7 @@ def _parallel(
         level = _at(memories, -1)
         if j and not last >> j & 1 and last >> (j - 1) & 1:  # the last segment writes this level
             rest = _from(tokens, (last >> (j - 1) << (j - 1)) * size)
-            _, level = rule.continue_segments(params, _at(finished, -1), *rest)
+            _, level = rule.continue_segments(params, _at(finished, -1), rest)
         levels.append(level)
         finished = memories
         read = jax.checkpoint(functools.partial(_read_level, rule, dtype, pairs, span), prevent_cse=False)
@@ -145,11 +139,11 @@ def _from(tokens: Tree, begin: int) -> Tree:
 
 
 def _continued(
-    rule: LogLinearSpec[Params], params: Params, starts: State, tokens: _Tokens, pairs: int, span: int
+    rule: LogLinearSpec[Params], params: Params, starts: State, tokens: Tokens, pairs: int, span: int
 ) -> State:
     """The memories [pairs, batch, …] of `span` tokens each, from those of their first halves."""
     second = lambda x: grid.as_rows(_pairs(x, 1, pairs, span)[:, :, span // 2 : span].swapaxes(0, 1))
-    _, ends = rule.continue_segments(params, jax.tree.map(grid.as_rows, starts), *jax.tree.map(second, tokens))
+    _, ends = rule.continue_segments(params, jax.tree.map(grid.as_rows, starts), jax.tree.map(second, tokens))
     return jax.tree.map(lambda x: grid.from_rows(x, pairs), ends)
 
 

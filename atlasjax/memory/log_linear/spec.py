@@ -74,25 +74,9 @@ class LogLinearSpec(WrappedRule[Params, LogLinearState]):
         levels = len(state.levels)
         return None if levels >= self.levels else (self.segment_size << levels) - state.position
 
-    def check_call(
-        self,
-        params: Params,
-        state: LogLinearState | None,
-        q: Float[Array, "*tokens heads key_dim"],
-        k: Float[Array, "*tokens heads key_dim"],
-        v: Float[Array, "*tokens heads value_dim"],
-        gates: Gates,
-        *,
-        time: bool,
-        where: str,
-    ) -> None:
-        plain = gates._replace(connector=None) if isinstance(gates, Gates) else gates
-        self.rule.check_call(params, None, q, k, v, plain, time=time, where=where)
-        connector = gates.connector if isinstance(gates, Gates) else None
+    def check_read_gates(self, q: Float[Array, "*tokens heads key_dim"], gates: Gates, where: str) -> None:
         shape = (*q.shape[:-1], 1 + self.levels)
-        if connector is None:
+        if gates.connector is None:
             raise ValueError(f"{where}: gates.connector is missing; this rule needs it with shape {list(shape)}.")
         name = "gates.connector"
-        checks.check_floating(name, checks.check_shape(name, connector, shape, where), where)
-        if state is not None:
-            self.check_state(params, state, q.shape[0], q.shape[-2], where)
+        checks.check_floating(name, checks.check_shape(name, gates.connector, shape, where), where)

@@ -5,13 +5,13 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from atlasjax.memory.gates import Gates
 from atlasjax.memory.grid import choose
 from atlasjax.memory.log_linear import state as states
-from atlasjax.memory.log_linear.levels import begin_segment, read_levels
+from atlasjax.memory.log_linear.levels import begin_segment, own_tokens, read_levels
 from atlasjax.memory.log_linear.spec import LogLinearSpec
 from atlasjax.memory.log_linear.state import LogLinearState
 from atlasjax.memory.rule import Params
+from atlasjax.memory.tokens import Tokens
 from pallas_kernels.arguments import wide_dtype
 
 
@@ -20,26 +20,21 @@ def xla_step(
     rule: LogLinearSpec[Params],
     params: Params,
     state: LogLinearState,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    gates: Gates,
+    tokens: Tokens,
 ) -> tuple[jax.Array, LogLinearState]:
     """`LogLinearRule.step`."""
-    dtype = q.dtype
+    dtype = tokens.q.dtype
     wide = wide_dtype(dtype)
-    assert gates.connector is not None
-    weights = jax.nn.softplus(gates.connector.astype(wide))
+    tokens, weights = own_tokens(tokens)
     state, number = begin_segment(rule, params, state, state.position % rule.segment_size == 0)
     before = states.writers(state)
     copies = states.count_writers(state)
     repeat = lambda x: jnp.repeat(x, copies, axis=0)
-    tokens = jax.tree.map(repeat, (q, k, v, gates._replace(connector=None)))
-    y, after = rule.rule.step(params, before, *tokens)
+    y, after = rule.rule.step(params, before, *jax.tree.map(repeat, tokens)[:4])
     state = states.with_written(state, choose(states.written(number, state), after, before))
     up = lambda x: x.astype(wide)[:, :, None]
     up_params = jax.tree.map(lambda x: x.astype(wide), params)
-    y = read_levels(rule, up_params, state, number, up(q), up(y[::copies]), weights[:, :, None], dtype)
+    y = read_levels(rule, up_params, state, number, up(tokens.q), up(y[::copies]), weights[:, :, None], dtype)
     return y[:, :, 0].astype(dtype), state._replace(position=state.position + 1)
 
 

@@ -44,7 +44,7 @@ class Carry(NamedTuple):
     weights_momentum: Weights | None
 
 
-class Tokens(NamedTuple):
+class BlockTokens(NamedTuple):
     """A block's tokens: q [block, key_dim]; k, v [c − 1 + block, …] including the window before it; coefficients by chunk."""
 
     q: jax.Array
@@ -93,8 +93,8 @@ def visible(
 def read_rows(rule: SoftmaxSpec, sizes: Sizes) -> tuple[np.ndarray, np.ndarray]:
     """The reads of the cache before a block: (token whose key is read, position of the last token written before the read).
 
-    Tokens and positions are counted as in `Tokens.k`. Without a cache window all reads of the block see the same earlier entries,
-    so every key is read once. With a cache window it is read once for every chunk that takes its gradient.
+    Tokens and positions are counted as in `BlockTokens.k`. Without a cache window all reads of the block see the same earlier
+    entries, so every key is read once. With a cache window it is read once for every chunk that takes its gradient.
     """
     c, E = rule.window, rule.window - 1 + sizes.chunk
     if rule.has_constant_gradient:
@@ -195,7 +195,7 @@ def read_out(
 
 
 def run_block(
-    rule: SoftmaxSpec, sizes: Sizes, initial: Weights, carry: Carry, part: Partial, tokens: Tokens, places: Places
+    rule: SoftmaxSpec, sizes: Sizes, initial: Weights, carry: Carry, part: Partial, tokens: BlockTokens, places: Places
 ) -> tuple[Carry, Cache, jax.Array]:
     """One block of one head.
 

@@ -16,7 +16,7 @@ import numpy as np
 from atlasjax.memory import meshes
 from atlasjax.memory.gates import Weights
 from atlasjax.memory.grid import Tree
-from atlasjax.memory.softmax.block import Carry, Places, Sizes, Tokens, read_rows, run_block, visible
+from atlasjax.memory.softmax.block import BlockTokens, Carry, Places, Sizes, read_rows, run_block, visible
 from atlasjax.memory.softmax.coefficients import Transition
 from atlasjax.memory.softmax.spec import SoftmaxSpec
 from atlasjax.memory.softmax.sums import Partial, partial_sums
@@ -28,7 +28,7 @@ _PHASES = 4  # number of static prefix lengths in which the cache is read: more 
 class Xs(NamedTuple):
     """The loop's inputs for every block, [blocks, …]: tokens, and transitions from the ends of earlier blocks (None: no change)."""
 
-    tokens: Tokens
+    tokens: BlockTokens
     since: Transition | None
 
 
@@ -87,7 +87,7 @@ def _moved(sizes: Sizes, span: Span, cache: Cache, since: Transition | None) -> 
 
 
 def _read(
-    rule: SoftmaxSpec, sizes: Sizes, span: Span, tokens: Tokens, cache: Cache, since: Transition | None,
+    rule: SoftmaxSpec, sizes: Sizes, span: Span, tokens: BlockTokens, cache: Cache, since: Transition | None,
     indices: Indices, g: jax.Array,
 ) -> Partial:  # fmt: skip
     """A block's reads of the finished entries before it, with its keys (in the order of `read_rows`) and its queries."""

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from atlasjax.memory import limits, meshes
-from atlasjax.memory.gates import Gates
 from atlasjax.memory.softmax.init import empty_state
 from atlasjax.memory.softmax.spec import SoftmaxSpec
 from atlasjax.memory.softmax.state import SoftmaxParams, SoftmaxState
 from atlasjax.memory.softmax.tape import Cache, cut_tail, ordered_cache, stored_cache, tail_places, tape_of
+from atlasjax.memory.tokens import Tokens
 from pallas_kernels.arguments import wide_dtype
 
 
@@ -117,17 +117,14 @@ def reference_scan(
     rule: SoftmaxSpec,
     params: SoftmaxParams,
     state: SoftmaxState | None,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    gates: Gates,
-    segment_ids: jax.Array | None = None,
+    tokens: Tokens,
 ) -> tuple[jax.Array, SoftmaxState]:
     """The recurrence over a sequence. Arguments as in `scan`, already checked."""
+    q, segment_ids = tokens.q, tokens.segment_ids
     dtype = wide_dtype(q.dtype)
     batch, time, heads, _ = q.shape
     wide = lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
-    params, gates = jax.tree.map(wide, params), jax.tree.map(wide, gates)
+    params, tokens = jax.tree.map(wide, (params, tokens))
     entries = time
     if state is None:
         state = empty_state(rule, params, batch, heads, 0, dtype)
@@ -135,7 +132,7 @@ def reference_scan(
         entries, state = state.keys.shape[2], jax.tree.map(wide, state)
     t = jnp.arange(time)[None]
     place = state.position[:, None] + t
-    tape = tape_of(rule, state, wide(q), wide(k), wide(v), gates, segment_ids, place, rule.pending + time)
+    tape = tape_of(rule, state, tokens, place, rule.pending + time)
     old = ordered_cache(rule, state)
     before, places = old.decay.shape[2], rule.pending + time
 

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from atlasjax.memory.gates import Gates, Weights
+from atlasjax.memory.gates import Weights
 from atlasjax.memory.softmax import init
 from atlasjax.memory.softmax.read import cached_weights, read_cached, read_state, reference_read
 from atlasjax.memory.softmax.reference import reference_scan
@@ -13,6 +13,7 @@ from atlasjax.memory.softmax.spec import SoftmaxSpec
 from atlasjax.memory.softmax.state import SoftmaxParams, SoftmaxState
 from atlasjax.memory.softmax.step import xla_step, xla_step_layer
 from atlasjax.memory.softmax.suggested import start_scale, suggested_steps
+from atlasjax.memory.tokens import Tokens
 
 
 class SoftmaxRule(SoftmaxSpec):
@@ -65,60 +66,35 @@ class SoftmaxRule(SoftmaxSpec):
     def check_params(self, params: SoftmaxParams, where: str) -> None:
         init.check_params(self, params, where)
 
-    def scan(
+    def scan_tokens(
         self,
         params: SoftmaxParams,
         state: SoftmaxState | None,
-        q: Float[Array, "batch time heads key_dim"],
-        k: Float[Array, "batch time heads key_dim"],
-        v: Float[Array, "batch time heads value_dim"],
-        gates: Gates,
-        segment_ids: Int[Array, "batch time"] | None = None,
-        max_segments: int | None = None,
-        *,
-        lengths: Int[Array, " batch"] | None = None,
+        tokens: Tokens,
+        max_segments: int | None,
+        lengths: Int[Array, " batch"] | None,
     ) -> tuple[Float[Array, "batch time heads value_dim"], SoftmaxState]:
-        return xla_scan(self, params, state, q, k, v, gates, segment_ids, max_segments, lengths)
+        return xla_scan(self, params, state, tokens, max_segments, lengths)
 
-    def step(
-        self,
-        params: SoftmaxParams,
-        state: SoftmaxState,
-        q: Float[Array, "batch heads key_dim"],
-        k: Float[Array, "batch heads key_dim"],
-        v: Float[Array, "batch heads value_dim"],
-        gates: Gates,
+    def step_token(
+        self, params: SoftmaxParams, state: SoftmaxState, tokens: Tokens
     ) -> tuple[Float[Array, "batch heads value_dim"], SoftmaxState]:
-        return xla_step(self, params, state, q, k, v, gates)
+        return xla_step(self, params, state, tokens)
 
-    def step_layer(
-        self,
-        params: SoftmaxParams,
-        states: SoftmaxState,
-        layer: Int[Array, ""],
-        q: Float[Array, "batch heads key_dim"],
-        k: Float[Array, "batch heads key_dim"],
-        v: Float[Array, "batch heads value_dim"],
-        gates: Gates,
+    def step_token_in_layer(
+        self, params: SoftmaxParams, states: SoftmaxState, layer: Int[Array, ""], tokens: Tokens
     ) -> tuple[Float[Array, "batch heads value_dim"], SoftmaxState]:
-        return xla_step_layer(self, params, states, layer, q, k, v, gates)
+        return xla_step_layer(self, params, states, layer, tokens)
 
     def read(
         self, params: SoftmaxParams, state: SoftmaxState, q: Float[Array, "batch time heads key_dim"]
     ) -> Float[Array, "batch time heads value_dim"]:
         return read_state(self, params, state, q)
 
-    def reference(
-        self,
-        params: SoftmaxParams,
-        state: SoftmaxState | None,
-        q: Float[Array, "batch time heads key_dim"],
-        k: Float[Array, "batch time heads key_dim"],
-        v: Float[Array, "batch time heads value_dim"],
-        gates: Gates,
-        segment_ids: Int[Array, "batch time"] | None = None,
+    def reference_tokens(
+        self, params: SoftmaxParams, state: SoftmaxState | None, tokens: Tokens
     ) -> tuple[Float[Array, "batch time heads value_dim"], SoftmaxState]:
-        return reference_scan(self, params, state, q, k, v, gates, segment_ids)
+        return reference_scan(self, params, state, tokens)
 
     def suggested_steps(
         self, key_dim: int, value_dim: int, forgetting: np.ndarray, momentum_decay: np.ndarray, window_weights: np.ndarray,

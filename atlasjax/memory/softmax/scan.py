@@ -7,8 +7,7 @@ import jax.numpy as jnp
 
 from atlasjax.memory import grid, meshes
 from atlasjax.memory.blocks import product_dtype
-from atlasjax.memory.gates import Gates
-from atlasjax.memory.softmax.block import Carry, Sizes, Tokens
+from atlasjax.memory.softmax.block import BlockTokens, Carry, Sizes
 from atlasjax.memory.softmax.coefficients import (
     Transition,
     after_each,
@@ -30,6 +29,7 @@ from atlasjax.memory.softmax.tape import (
     tail_places,
     tape_of,
 )
+from atlasjax.memory.tokens import Tokens
 from pallas_kernels.arguments import wide_dtype
 
 _BLOCK_TOKENS = 128  # tokens that read the cache together; never changes the result
@@ -48,11 +48,7 @@ def xla_scan(
     rule: SoftmaxSpec,
     params: SoftmaxParams,
     state: SoftmaxState | None,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    gates: Gates,
-    segment_ids: jax.Array | None = None,
+    tokens: Tokens,
     max_segments: int | None = None,
     lengths: jax.Array | None = None,
 ) -> tuple[jax.Array, SoftmaxState]:
@@ -60,6 +56,7 @@ def xla_scan(
 
     lengths: [batch], number of tokens in each row, only without segment_ids. y of the others is NaN. None means that all exist.
     """
+    q, segment_ids = tokens.q, tokens.segment_ids
     wide = wide_dtype(q.dtype)
     batch, time, heads, _ = q.shape
     fresh = state is None
@@ -96,7 +93,7 @@ def xla_scan(
         None if segment_ids is None else jnp.cumsum(starts, axis=1, dtype=jnp.int32)
     )  # an id may occur again later; 0 is the state's segment
     numbered = state._replace(segment=jnp.zeros_like(state.segment))
-    tape = tape_of(rule, numbered, q, k, v, gates, runs, place, sizes.blocks * sizes.block, keep)
+    tape = tape_of(rule, numbered, tokens._replace(segment_ids=runs), place, sizes.blocks * sizes.block, keep)
     if place is None:
         place = jnp.broadcast_to(jnp.arange(time), (batch, time))
 
@@ -201,7 +198,9 @@ def _run(
         with_window = lambda first, x: (
             jnp.concatenate([first.astype(x.dtype), x])[windows] if c > 1 else x.reshape(sizes.blocks, sizes.block, -1)
         )
-        xs = Xs(Tokens(by_block_tokens(q), with_window(window_k, k), with_window(window_v, v), coef, starts), since)
+        xs = Xs(
+            BlockTokens(by_block_tokens(q), with_window(window_k, k), with_window(window_v, v), coef, starts), since
+        )
         split = lambda x: (x[:finished], x[finished:])
         cache = jax.tree.map(lambda x: jnp.pad(split(x)[0], ((0, length), *((0, 0),) * (x.ndim - 1))), old)
         keys = jnp.concatenate([old.keys, k.astype(wide)])

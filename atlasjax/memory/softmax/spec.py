@@ -14,12 +14,13 @@ from atlasjax.memory.axes import objectives, optimizers, structures
 from atlasjax.memory.axes import retention as retention_lib
 from atlasjax.memory.axes.base import Axis, check_choice
 from atlasjax.memory.check import check_range
-from atlasjax.memory.rule import Rule, Sizes
+from atlasjax.memory.family import FamilyRule
+from atlasjax.memory.rule import Sizes
 from atlasjax.memory.softmax.state import SoftmaxParams, SoftmaxState
 
 
 @dataclasses.dataclass(frozen=True)
-class SoftmaxSpec(Rule[SoftmaxParams, SoftmaxState]):
+class SoftmaxSpec(FamilyRule[SoftmaxParams, SoftmaxState]):
     """What a `SoftmaxRule` is: its choices, and what follows from them. How it runs is in `rule`."""
 
     caching_limits: ClassVar[Mapping[str, str]] = {

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from atlasjax.memory import meshes
 from atlasjax.memory.blocks import Factors, dot, product_dtype
-from atlasjax.memory.gates import Gates, Weights
+from atlasjax.memory.gates import Weights
 from atlasjax.memory.grid import choose, widened
 from atlasjax.memory.layerwise import change_some, put_layer, put_slots, take_layer
 from atlasjax.memory.softmax import sums
@@ -24,6 +24,7 @@ from atlasjax.memory.softmax.scan import cache_reads, stored_places
 from atlasjax.memory.softmax.spec import SoftmaxSpec
 from atlasjax.memory.softmax.state import SoftmaxParams, SoftmaxState, Tail
 from atlasjax.memory.softmax.tape import Cache
+from atlasjax.memory.tokens import Tokens
 from pallas_kernels.arguments import wide_dtype
 
 
@@ -142,11 +143,9 @@ class Written(NamedTuple):
     coefficients: Coefficients
 
 
-def _write(
-    rule: SoftmaxSpec, state: SoftmaxState, q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates,
-    cache_sums: CacheSums,
-) -> tuple[jax.Array, Written]:  # fmt: skip
+def _write(rule: SoftmaxSpec, state: SoftmaxState, tokens: Tokens, cache_sums: CacheSums) -> tuple[jax.Array, Written]:
     """y of one token, and what it leaves behind. Arguments as for `xla_step`. cache_sums: how the cache is read."""
+    q, k, v, gates, _ = tokens
     wide = wide_dtype(q.dtype, state.keys.dtype)
     batch, heads, _ = q.shape
     c, b, entries = rule.window, rule.pending + 1, state.keys.shape[2]
@@ -241,21 +240,19 @@ def xla_step(
     rule: SoftmaxSpec,
     params: SoftmaxParams,
     state: SoftmaxState,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    gates: Gates,
+    tokens: Tokens,
 ) -> tuple[jax.Array, SoftmaxState]:
-    """One token: q, k: [batch, heads, key_dim], v: [batch, heads, value_dim], gates [batch, heads(, n)]."""
-    state = widened(state, q.dtype)
-    y, written = _write(rule, state, q, k, v, gates, _sums_of(rule, _cache(state)))
-    y = y.astype(q.dtype)
+    """One token, without the time axis."""
+    dtype = tokens.q.dtype
+    state = widened(state, dtype)
+    y, written = _write(rule, state, tokens, _sums_of(rule, _cache(state)))
+    y = y.astype(dtype)
     if not rule.pending:
-        return y, _committed(rule, params, state, written, q.dtype)
+        return y, _committed(rule, params, state, written, dtype)
     full = state.position == rule.pending
     after = state._replace(tail=jax.tree.map(lambda x, old: x[:, :, : old.shape[2]], written.tail, state.tail))
     after = after._replace(position=state.position + 1)
-    commit = lambda _: choose(full, _committed(rule, params, state, written, q.dtype), after)
+    commit = lambda _: choose(full, _committed(rule, params, state, written, dtype), after)
     return y, jax.lax.cond(jnp.any(full), commit, lambda _: after, None)
 
 
@@ -264,16 +261,14 @@ def xla_step_layer(
     params: SoftmaxParams,
     states: SoftmaxState,
     layer: jax.Array,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    gates: Gates,
+    tokens: Tokens,
 ) -> tuple[jax.Array, SoftmaxState]:
     """`xla_step` in the states of all layers: a token is written into its place of the tail, and the cache at a chunk's end."""
-    state = widened(take_layer(states, layer), q.dtype)
-    y, written = _write(rule, state, q, k, v, gates, _sums_of_layer(rule, _cache(states), layer))
+    dtype = tokens.q.dtype
+    state = widened(take_layer(states, layer), dtype)
+    y, written = _write(rule, state, tokens, _sums_of_layer(rule, _cache(states), layer))
     if not rule.pending:  # every token changes the whole cache
-        return y.astype(q.dtype), put_layer(states, _committed(rule, params, state, written, q.dtype), layer, y)
+        return y.astype(dtype), put_layer(states, _committed(rule, params, state, written, dtype), layer, y)
     last = rule.window - 1 + state.position
 
     def put(all_: jax.Array, new: jax.Array) -> jax.Array:
@@ -285,12 +280,12 @@ def xla_step_layer(
     states = states._replace(tail=tail, position=states.position.at[layer].set(state.position + 1))
 
     def commit(states: SoftmaxState) -> SoftmaxState:
-        one = widened(take_layer(states, layer), q.dtype)
+        one = widened(take_layer(states, layer), dtype)
         return put_layer(
-            states, choose(full, _committed(rule, params, one, written, q.dtype), one), layer, one.num_tokens
+            states, choose(full, _committed(rule, params, one, written, dtype), one), layer, one.num_tokens
         )
 
-    return y.astype(q.dtype), change_some(commit, states, full, y)
+    return y.astype(dtype), change_some(commit, states, full, y)
 
 
 def _commit(

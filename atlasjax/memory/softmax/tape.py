@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from atlasjax.memory import grid
-from atlasjax.memory.gates import Gates
 from atlasjax.memory.softmax.spec import SoftmaxSpec
 from atlasjax.memory.softmax.state import SoftmaxState, Tail
+from atlasjax.memory.tokens import Tokens
 
 
 class Tape(NamedTuple):
@@ -32,11 +32,7 @@ class Tape(NamedTuple):
 def tape_of(
     rule: SoftmaxSpec,
     state: SoftmaxState,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    gates: Gates,
-    segment_ids: jax.Array | None,
+    tokens: Tokens,
     place: jax.Array | None,
     places: int,
     keep: jax.Array | None = None,
@@ -44,11 +40,12 @@ def tape_of(
     """Puts the tokens of a state and of a call on one tape.
 
     Args:
-      rule, state, q, k, v, gates, segment_ids: as in `scan`, with gates in the state's dtype.
+      rule, state, tokens: as in `scan`.
       place: [batch, time], slot of each token. None means that token t has slot t and the state holds none.
       places: length of the tape, static.
       keep: [batch], whether the state's tokens are kept. None means yes.
     """
+    q, k, v, gates, ids = tokens
     batch, time, heads, _ = q.shape
     tail, wide = state.tail, state.keys.dtype
     pending = jnp.arange(rule.pending)[None] < state.position[:, None]
@@ -72,7 +69,7 @@ def tape_of(
     c = rule.window
     flat = lambda x: x[:, None]  # [batch, p] → [batch, heads = 1, p]
     real = put(flat(pending), jnp.ones((batch, time, 1), bool), False)[:, :, 0]
-    base, ids = state.segment, segment_ids
+    base = state.segment
     if ids is None:
         ids = jnp.broadcast_to(base[:, None], (batch, time))
     base = jnp.where(base < 0, ids[:, 0], base)
