@@ -14,6 +14,7 @@ from atlasjax.memory.axes import structures
 from atlasjax.memory.axes.optimizers import OptimizerState
 from atlasjax.memory.choices import check_all_applied, check_applied
 from atlasjax.memory.fast_weights import bounds, dual, formed, mapped, sequential, step_sizes
+from atlasjax.memory.fast_weights.block import Block, BlockFunction, Written
 from atlasjax.memory.fast_weights.spec import MemorySpec
 from atlasjax.memory.fast_weights.state import MemoryParams
 from atlasjax.memory.gates import Weights
@@ -163,6 +164,124 @@ def mix(linear: structures.Linear, soup: Weights, gates: jax.Array, dtype: jnp.d
     return mixed
 
 
+class _Gradients(NamedTuple):
+    """Of the E tokens of a slot and of the window before it: ∇ℓ as factors; the same with step sizes per channel moved into them;
+    `Losses`, None without bounded steps; and which are real, None if all are."""
+
+    gradients: dict[str, blocks.Factors]
+    factors: dict[str, blocks.Factors]
+    losses: step_sizes.Losses | None
+    real: jax.Array | None
+
+
+def _with_window(
+    rule: MemorySpec, plan: Plan, window: Window | None, slot: Slot, first: jax.Array | None, count: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None, Window | None]:
+    """k, v and threshold of the window's tokens and the slot's; which of them are real, None if all are; the window after the slot.
+    Arguments as in `run_chunk`."""
+    k, v, threshold, c = slot.k, slot.v, slot.threshold, rule.window
+    if window is None:
+        return k, v, threshold, None, None
+    join = lambda old, new: jnp.concatenate([old, new])
+    if first is not None:
+        # The window ends right before the first real token. Everything before the window is masked.
+        join = lambda old, new: jax.lax.dynamic_update_slice(
+            jnp.concatenate([old, new]), old, (first, *[jnp.zeros_like(first)] * (old.ndim - 1))
+        )
+    k, v = join(window.keys, k), join(window.values, v)
+    if threshold is not None:
+        threshold = join(window.thresholds, threshold)
+    real = jnp.arange(k.shape[0]) >= (0 if first is None else first) + (c - 1 - count)
+    after = slice(plan.chunk, plan.chunk + c - 1)
+    window = Window(k[after], v[after], window.thresholds if threshold is None else threshold[after])
+    return k, v, threshold, real, window
+
+
+def _gradients(
+    rule: MemorySpec, plan: Plan, params: MemoryParams, origin: Weights, slot: Slot, k: jax.Array, v: jax.Array,
+    threshold: jax.Array | None, real: jax.Array | None,
+) -> tuple[_Gradients, Slot]:  # fmt: skip
+    """The gradients at `origin` of the tokens of `_with_window`, and the slot with the step sizes that are left to its gates."""
+    # Newton–Schulz enlarges small singular values, and with them the rounding of products.
+    exact = wide_dtype(plan.dtype) if rule.uses_muon else plan.dtype
+    gradients, out, along = gradient_factors(rule, params, rule.weights(origin), k, v, threshold, exact)
+    decrease, losses = None, None
+    if rule.step_bound is not None:
+        decrease = limits.toward_target(rule.limited_objective, out, v, threshold)
+        empty = limits.toward_target(rule.limited_objective, jnp.zeros_like(out), v, threshold)
+        total = lambda x: jnp.maximum(blocks.row_sums(x), 0.0)
+        losses = step_sizes.Losses(total(decrease), bounds.softened(total(decrease), total(empty)), along)
+    if not rule.optimizer.per_channel:
+        return _Gradients(gradients, gradients, losses, real), slot
+    factors, scale = gradients, slot.step_size
+    assert scale is not None
+    if rule.step_bound is not None and decrease is not None:
+        (name,) = gradients
+        square = jnp.square(gradients[name].left) * jnp.sum(jnp.square(gradients[name].inputs), -1, keepdims=True)
+        scale = limits.capped(rule.step_bound, scale, decrease, square)
+    if not rule.is_sequential:
+        # Windows are one token long, so step sizes per row can be moved into the left factors.
+        factors = {name: blocks.Factors(scale * left, inputs) for name, (left, inputs) in gradients.items()}
+        scale = jnp.ones_like(scale[:, 0])
+    return _Gradients(gradients, factors, losses, real), slot._replace(step_size=scale)
+
+
+def block_function(rule: MemorySpec, plan: Plan) -> BlockFunction:
+    """The function that writes the blocks of a rule."""
+    if rule.maps_sums:
+        return mapped.mapped_block
+    if rule.is_sequential:
+        return sequential.sequential_block
+    if rule.uses_muon:
+        return formed.muon_block if plan.writes else formed.unwritten_block
+    return dual.channel_block if rule.retention.gate == "channel" else dual.dual_block
+
+
+def _block_gates(slot: Slot, real: jax.Array | None) -> blocks.BlockGates:
+    gamma = blocks.window_matrix(slot.window_weights)
+    if real is not None:
+        gamma = jnp.where(real, gamma, 0.0)
+    assert slot.step_size is not None
+    return blocks.BlockGates(slot.retention, slot.step_size, slot.momentum_decay, gamma, slot.real)
+
+
+def _read(rule: MemorySpec, plan: Plan, params: MemoryParams, slot: Slot, soup: Weights | None) -> blocks.Read:
+    """Reads of a block's queries, with the memories of `soup` mixed in."""
+    x = rule.features.apply(params.coefficients, slot.q)
+    skip = rule.features.degree_one(params.coefficients, slot.q) if rule.structure.residual else None
+
+    def apply(linear: blocks.Linear, queries: blocks.Queries) -> jax.Array:
+        x, skip, shares = queries
+        if soup is not None:
+            assert shares is not None
+            linear = mix(linear, soup, shares, plan.dtype)
+        return rule.structure.apply(linear, x, skip, params.norm)
+
+    return blocks.Read(apply, (x, skip, slot.soup))
+
+
+_RunBlock = Callable[[Weights, OptimizerState, _Gradients, Slot], Written]
+
+
+def _in_turn(
+    run: _RunBlock, plan: Plan, window: int, memory: Weights, momentum: OptimizerState, tokens: _Gradients, slot: Slot
+) -> Written:
+    """The blocks of a chunk, one after another. Each sees the window before it."""
+    count = slot.q.shape[0] // plan.block
+    rows = np.arange(count)[:, None] * plan.block + np.arange(plan.block + window - 1)
+    parts = jax.tree.map(lambda x: x[rows], tokens)
+    slots = jax.tree.map(lambda x: x.reshape(count, plan.block, *x.shape[1:]), slot)
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def body(carry, xs):
+        (memory, momentum), (tokens, slot) = carry, xs
+        memory, momentum, y = run(memory, momentum, tokens, slot)
+        return (memory, momentum), y
+
+    (memory, momentum), y = meshes.scan(body, (memory, momentum), (parts, slots))
+    return memory, momentum, y.reshape(slot.q.shape[0], -1)
+
+
 def run_chunk(
     rule: MemorySpec,
     plan: Plan,
@@ -189,103 +308,28 @@ def run_chunk(
       count: number of real tokens in the window.
       soup: memories to mix into reads, name → [n, out, in]. None if there are none.
     """
-    c = rule.window
-    k, v, threshold = slot.k, slot.v, slot.threshold
-    real = None
-    if window is not None:
-        join = lambda old, new: jnp.concatenate([old, new])
-        if first is not None:
-            # The window ends right before the first real token. Everything before the window is masked.
-            join = lambda old, new: jax.lax.dynamic_update_slice(
-                jnp.concatenate([old, new]), old, (first, *[jnp.zeros_like(first)] * (old.ndim - 1))
-            )
-        k, v = join(window.keys, k), join(window.values, v)
-        if threshold is not None:
-            threshold = join(window.thresholds, threshold)
-        real = jnp.arange(k.shape[0]) >= (0 if first is None else first) + (c - 1 - count)
-        after = slice(plan.chunk, plan.chunk + c - 1)
-        window = Window(k[after], v[after], window.thresholds if threshold is None else threshold[after])
-
-    moved = chunk_start is not None
-    if chunk_start is None:
-        chunk_start = memory
+    k, v, threshold, real, window = _with_window(rule, plan, window, slot, first, count)
+    several = slot.q.shape[0] > plan.block
+    moved = (chunk_start is not None or several) and not rule.retention.decay_first
+    origin = memory if chunk_start is None else chunk_start
     if rule.retention.decay_first:  # chunks are one token long, so its decay applies to the whole memory
         assert slot.retention is not None
         decay = slot.retention[0]
-        chunk_start = {name: rule.retention.decay(w, decay) for name, w in chunk_start.items()}
-    # Newton–Schulz enlarges small singular values, and with them the rounding of products.
-    exact = wide_dtype(plan.dtype) if rule.uses_muon else plan.dtype
-    gradients, out, along = gradient_factors(rule, params, rule.weights(chunk_start), k, v, threshold, exact)
-    factors, decrease, losses = gradients, None, None
-    if rule.step_bound is not None:
-        decrease = limits.toward_target(rule.limited_objective, out, v, threshold)
-        empty = limits.toward_target(rule.limited_objective, jnp.zeros_like(out), v, threshold)
-        total = lambda x: jnp.maximum(blocks.row_sums(x), 0.0)
-        losses = step_sizes.Losses(total(decrease), bounds.softened(total(decrease), total(empty)), along)
-    if rule.optimizer.per_channel:
-        assert slot.step_size is not None
-        scale = slot.step_size
-        if rule.step_bound is not None and decrease is not None:
-            (name,) = gradients
-            square = jnp.square(gradients[name].left) * jnp.sum(jnp.square(gradients[name].inputs), -1, keepdims=True)
-            scale = limits.capped(rule.step_bound, scale, decrease, square)
-        if not rule.is_sequential:
-            # Windows are one token long, so step sizes per row can be moved into the left factors.
-            factors = {name: blocks.Factors(scale * left, inputs) for name, (left, inputs) in gradients.items()}
-            scale = jnp.ones_like(scale[:, 0])
-        slot = slot._replace(step_size=scale)
-    num_blocks = slot.q.shape[0] // plan.block
-    moved = (moved or num_blocks > 1) and not rule.retention.decay_first
-    block_fn: Callable[..., tuple[Weights, OptimizerState, jax.Array]] = dual.dual_block
-    if rule.maps_sums:
-        block_fn = mapped.mapped_block
-    elif rule.is_sequential:
-        block_fn = sequential.sequential_block
-    elif rule.uses_muon:
-        block_fn = formed.muon_block if plan.writes else formed.unwritten_block
-    elif rule.retention.gate == "channel":
-        block_fn = dual.channel_block
+        origin = {name: rule.retention.decay(w, decay) for name, w in origin.items()}
+    tokens, slot = _gradients(rule, plan, params, origin, slot, k, v, threshold, real)
+    write = block_function(rule, plan)
 
-    def run_block(memory, momentum, tokens, slot):
+    def run(memory: Weights, momentum: OptimizerState, tokens: _Gradients, slot: Slot) -> Written:
         gradients, factors, losses, real = tokens
-        gamma = blocks.window_matrix(slot.window_weights)
-        if real is not None:
-            gamma = jnp.where(real, gamma, 0.0)
-        assert slot.step_size is not None
-        gates = blocks.BlockGates(slot.retention, slot.step_size, slot.momentum_decay, gamma, slot.real)
-        x = rule.features.apply(params.coefficients, slot.q)
-        skip = rule.features.degree_one(params.coefficients, slot.q) if rule.structure.residual else None
-
-        def apply(linear: blocks.Linear, queries: blocks.Queries) -> jax.Array:
-            x, skip, shares = queries
-            if soup is not None:
-                assert shares is not None
-                linear = mix(linear, soup, shares, plan.dtype)
-            return rule.structure.apply(linear, x, skip, params.norm)
-
-        read = blocks.Read(apply, (x, skip, slot.soup))
-        origin = None
+        gates, read, reference = _block_gates(slot, real), _read(rule, plan, params, slot, soup), None
         if losses is not None:
             assert rule.step_bound is not None
-            capped = rule.optimizer.per_channel
-            step = rule.step_bound / rule.horizon
-            origin = step_sizes.Origin(step, rule.horizon, chunk_start, gradients, losses, moved, capped)
-        return block_fn(rule, memory, momentum, factors, gates, origin, read, plan.dtype)
+            step, capped = rule.step_bound / rule.horizon, rule.optimizer.per_channel
+            reference = step_sizes.Origin(step, rule.horizon, origin, gradients, losses, moved, capped)
+        return write(rule, Block(memory, momentum, factors, gates, reference, read, plan.dtype))
 
-    tokens = (gradients, factors, losses, real)
-    if num_blocks <= 1:
-        memory, momentum, y = run_block(memory, momentum, tokens, slot)
-        return memory, momentum, window, y
-
-    rows = np.arange(num_blocks)[:, None] * plan.block + np.arange(plan.block + c - 1)
-    parts = jax.tree.map(lambda x: x[rows], tokens)
-    slots = jax.tree.map(lambda x: x.reshape(num_blocks, plan.block, *x.shape[1:]), slot)
-
-    @functools.partial(jax.checkpoint, prevent_cse=False)
-    def body(carry, xs):
-        (memory, momentum), (tokens, slot) = carry, xs
-        memory, momentum, y = run_block(memory, momentum, tokens, slot)
-        return (memory, momentum), y
-
-    (memory, momentum), y = meshes.scan(body, (memory, momentum), (parts, slots))
-    return memory, momentum, window, y.reshape(slot.q.shape[0], -1)
+    if several:
+        memory, momentum, y = _in_turn(run, plan, rule.window, memory, momentum, tokens, slot)
+    else:
+        memory, momentum, y = run(memory, momentum, tokens, slot)
+    return memory, momentum, window, y

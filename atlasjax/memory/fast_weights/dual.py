@@ -4,23 +4,15 @@ import jax
 import jax.numpy as jnp
 
 from atlasjax.memory import blocks
-from atlasjax.memory.blocks import BlockGates, Factors, Read, decay_products, dot, exact, outer_sum
+from atlasjax.memory.blocks import decay_products, dot, exact, outer_sum
 from atlasjax.memory.fast_weights import step_sizes
+from atlasjax.memory.fast_weights.block import Block, Written
 from atlasjax.memory.fast_weights.spec import MemorySpec
-from atlasjax.memory.gates import Weights
 
 
-def dual_block(
-    rule: MemorySpec,
-    memory: Weights,
-    momentum: Weights | None,
-    factors: dict[str, Factors],
-    gates: BlockGates,
-    origin: step_sizes.Origin | None,
-    read: Read,
-    dtype: jnp.dtype,
-) -> tuple[Weights, Weights | None, jax.Array]:
+def dual_block(rule: MemorySpec, block: Block) -> Written:
     """A block of a rule that is linear in the gradient, with scalar retention. Returns (M, S, y) after the block."""
+    memory, momentum, factors, gates, origin, read, dtype = block
     decays = blocks.decays(gates)
     if origin is not None:
         gates = gates._replace(step_size=step_sizes.dual_steps(memory, momentum, origin, factors, gates, decays))
@@ -54,20 +46,12 @@ def dual_block(
     return new_memory, new_momentum if momentum is not None else None, y
 
 
-def channel_block(
-    rule: MemorySpec,
-    memory: Weights,
-    momentum: Weights | None,
-    factors: dict[str, Factors],
-    gates: BlockGates,
-    origin: step_sizes.Origin | None,
-    read: Read,
-    dtype: jnp.dtype,
-) -> tuple[Weights, Weights | None, jax.Array]:
+def channel_block(rule: MemorySpec, block: Block) -> Written:
     """`dual_block` for a retention per feature channel, where C[t, i] is a vector over the D channels.
 
     It forms arrays [m, E, D], so blocks are short (`chunk.plan`).
     """
+    memory, momentum, factors, gates, origin, read, dtype = block
     if origin is not None:
         gates = gates._replace(step_size=step_sizes.channel_steps(memory, momentum, origin, factors, gates))
     assert gates.retention is not None

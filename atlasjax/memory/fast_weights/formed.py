@@ -6,28 +6,21 @@ Each write has its own matrices (`orthogonal`). Only those of one short block ex
 import jax
 import jax.numpy as jnp
 
-from atlasjax.memory.blocks import BlockGates, Factors, Read, applied, decay_products, exact
-from atlasjax.memory.fast_weights import orthogonal, step_sizes
+from atlasjax.memory.blocks import BlockGates, Factors, applied, decay_products, exact
+from atlasjax.memory.fast_weights import orthogonal
+from atlasjax.memory.fast_weights.block import Block, Written
 from atlasjax.memory.fast_weights.spec import MemorySpec
 from atlasjax.memory.gates import Weights
 from pallas_kernels.newton_schulz import SCHEDULES, coefficients
 
 
-def muon_block(
-    rule: MemorySpec,
-    memory: Weights,
-    momentum: Weights | None,
-    factors: dict[str, Factors],
-    gates: BlockGates,
-    origin: step_sizes.Origin | None,
-    read: Read,
-    dtype: jnp.dtype,
-) -> tuple[Weights, Weights | None, jax.Array]:
+def muon_block(rule: MemorySpec, block: Block) -> Written:
     """Muon: orthogonalizes the momenta of the block's writing tokens together, in float32, and sums them.
 
     Newton–Schulz is not linear, so there is no dual form. The block starts at a multiple of `Muon.every` tokens from the start of
     its chunk, or is one token long with η masked by the caller.
     """
+    memory, momentum, factors, gates, _, read, dtype = block
     muon = rule.optimizer
     m = gates.step_size.shape[0]
     every = muon.every if m > 1 else 1
@@ -52,17 +45,9 @@ def muon_block(
     return new_memory, {name: S.last() for name, S in momenta.items()}, y
 
 
-def unwritten_block(
-    rule: MemorySpec,
-    memory: Weights,
-    momentum: Weights | None,
-    factors: dict[str, Factors],
-    gates: BlockGates,
-    origin: step_sizes.Origin | None,
-    read: Read,
-    dtype: jnp.dtype,
-) -> tuple[Weights, Weights | None, jax.Array]:
+def unwritten_block(rule: MemorySpec, block: Block) -> Written:
     """`muon_block` of one token that does not write: the momentum takes its gradient, and nothing is orthogonalized."""
+    memory, momentum, factors, gates, _, read, dtype = block
     decay = None if gates.retention is None else gates.retention[0]
     decayed = lambda x: x if decay is None else decay * x
     y = read(lambda name, h: applied(decayed(h), memory[name], dtype))

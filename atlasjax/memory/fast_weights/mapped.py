@@ -13,8 +13,9 @@ import numpy as np
 
 from atlasjax.memory import limits, meshes
 from atlasjax.memory.axes.optimizers import OptimizerState
-from atlasjax.memory.blocks import BlockGates, Factors, Queries, Read, dot, exact, row_sums, scaled
-from atlasjax.memory.fast_weights import bounds, step_sizes
+from atlasjax.memory.blocks import Factors, Queries, dot, exact, row_sums, scaled
+from atlasjax.memory.fast_weights import bounds
+from atlasjax.memory.fast_weights.block import Block, Written
 from atlasjax.memory.fast_weights.spec import MemorySpec
 from atlasjax.memory.gates import Weights
 
@@ -38,17 +39,9 @@ class _Token(NamedTuple):
     queries: Queries
 
 
-def mapped_block(
-    rule: MemorySpec,
-    memory: Weights,
-    momentum: OptimizerState,
-    factors: dict[str, Factors],
-    gates: BlockGates,
-    origin: step_sizes.Origin | None,
-    read: Read,
-    dtype: jnp.dtype,
-) -> tuple[Weights, OptimizerState, jax.Array]:
+def mapped_block(rule: MemorySpec, block: Block) -> Written:
     """(A, S, y) after the block, for an optimizer that is linear in the gradient. Arguments as in `dual.dual_block`."""
+    memory, momentum, factors, gates, origin, read, dtype = block
     m, expanded = gates.gamma.shape
     window = np.arange(m)[:, None] + np.arange(expanded - m + 1)
     gamma = jnp.take_along_axis(gates.gamma, window, axis=1)

@@ -9,30 +9,23 @@ import jax.numpy as jnp
 
 from atlasjax.memory import blocks, limits, meshes
 from atlasjax.memory.axes.optimizers import OptimizerState
-from atlasjax.memory.blocks import BlockGates, Factors, Read, dot
+from atlasjax.memory.blocks import dot
 from atlasjax.memory.fast_weights import bounds, step_sizes
+from atlasjax.memory.fast_weights.block import Block, Written
 from atlasjax.memory.fast_weights.spec import MemorySpec
 from atlasjax.memory.gates import Weights
 
-_Written = tuple[Weights, OptimizerState]
+_Carry = tuple[Weights, OptimizerState]
 # The gradient, retention, step size, momentum decay and flag of a token; what it should and could decrease its loss by.
 _Token = tuple[
     Weights, jax.Array | None, jax.Array, jax.Array | None, jax.Array | None, jax.Array | None, jax.Array | None
 ]
 
 
-def sequential_block(
-    rule: MemorySpec,
-    memory: Weights,
-    momentum: OptimizerState,
-    factors: dict[str, Factors],
-    gates: BlockGates,
-    origin: step_sizes.Origin | None,
-    read: Read,
-    dtype: jnp.dtype,
-) -> tuple[Weights, OptimizerState, jax.Array]:
+def sequential_block(rule: MemorySpec, block: Block) -> Written:
     """(M, S, y) after the block. Arguments as in `dual.dual_block`. The block starts at a multiple of `Optimizer.every` tokens from
     the start of its chunk, or is one token long with η masked by the caller."""
+    memory, momentum, factors, gates, origin, read, dtype = block
     m = gates.step_size.shape[0]
     step_size = gates.step_size
     if m > 1 and rule.optimizer.every > 1:
@@ -44,7 +37,7 @@ def sequential_block(
     if origin is not None:
         decrease, scale = (blocks.exact(gates.gamma, x) for x in (origin.losses.decrease, origin.losses.scale))
 
-    def write(carry: _Written, token: _Token) -> tuple[_Written, Weights]:
+    def write(carry: _Carry, token: _Token) -> tuple[_Carry, Weights]:
         memory, momentum = carry
         gradient, retention, step_size, theta, real, decrease, scale = token
         if origin is not None:

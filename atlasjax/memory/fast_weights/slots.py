@@ -70,6 +70,83 @@ def cpu_lanes(sizes: Plan, params: MemoryParams) -> int:
     return math.gcd(heads, _CPU_LANES) if sizes.width * largest >= _LANE_NUMBERS else 1
 
 
+_checkpoint = functools.partial(jax.checkpoint, prevent_cse=False)
+
+
+def _of_all_rows(rule: MemorySpec, sizes: Plan, wide: jnp.dtype) -> _ChunkFn:
+    """`run_chunk` of every batch element and head."""
+
+    def chunk(params, chunk_start, memory, momentum, window, slot, first, count, mixed):
+        slot = slot._replace(q=slot.q.astype(wide), k=slot.k.astype(wide), v=slot.v.astype(wide))
+        return run_chunk(rule, sizes, params, chunk_start, memory, momentum, window, slot, first, count, mixed)
+
+    by_head = jax.vmap(chunk, in_axes=(0, 0, 0, 0, 0, 0, None, None, 0))
+    return jax.vmap(by_head, in_axes=(None, 0, 0, 0, 0, 0, 0, 0, 0))
+
+
+def _begin(begun: Callable[[Tree], Tree], weights: Tree, begins: jax.Array | None) -> Tree:
+    return begun(weights) if begins is None else choose(begins, begun(weights), weights)
+
+
+def _from_carry(rule, run: _ChunkFn, begins, params, chunk_start, memory, momentum, *rest):  # type: ignore[no-untyped-def]
+    """The chunk of each row, from its own memory."""
+    momentum = _begin(rule.begin_momentum, momentum, begins)
+    return run(params, chunk_start, _begin(rule.begin_chunk, memory, begins), momentum, *rest)
+
+
+def _from_start(rule, run: _ChunkFn, begins, params, chunk_start, memory, momentum, *rest):  # type: ignore[no-untyped-def]
+    """The only chunk of each row. All begin with the same memory, so one row is begun for all."""
+    batch = jax.tree.leaves(memory)[0].shape[0]
+    initial = jax.tree.map(lambda w: w[None], rule.start(params.weights))
+    begun = rule.begin_chunk(initial), rule.begin_momentum(rule.start_momentum(initial))
+    memory, momentum = jax.tree.map(lambda x: jnp.broadcast_to(x, (batch, *x.shape[1:])), begun)
+    return run(params, chunk_start, memory, momentum, *rest)
+
+
+def _run_lane(
+    rule: MemorySpec, dtype: jnp.dtype, constants: tuple[MemoryParams, Weights | None], carry: Carry, slot: Slot, rest: _OfSlot,
+    first: jax.Array | None, chunk_fn: _ChunkFn,
+) -> tuple[Carry, jax.Array]:  # fmt: skip
+    """One slot of some heads. chunk_fn: `_from_carry` or `_from_start` of the rule."""
+    params, mixed = constants
+    count, resets, filled = rest
+    memory, momentum = carry.memory, carry.momentum
+    batch = jax.tree.leaves(memory)[0].shape[0]
+    if resets is not None:
+        initial = jax.tree.map(lambda w: jnp.broadcast_to(w, (batch, *w.shape)), rule.start(params.weights))
+        memory = choose(resets, initial, memory)
+        momentum = choose(resets, rule.start_momentum(initial), momentum)
+    # The call may begin in the middle of a chunk, and a slot without tokens does not begin a chunk.
+    begins = None if first is None else first == 0
+    if filled is not None:
+        begins = filled if begins is None else begins & filled
+    start = _checkpoint(functools.partial(_begin, rule.begin_chunk))(memory, begins)
+    if first is not None:
+        start = choose(first > 0, carry.chunk_start, start)
+    given = None if first is None else start
+    memory, momentum, window, y = chunk_fn(
+        begins, params, given, memory, momentum, carry.window, slot, first, count, mixed
+    )
+    # Outside the checkpointed function, so that it is not stored for the backward pass.
+    kept = start if filled is None else choose(filled, start, carry.chunk_start)
+    return Carry(memory, momentum, window, kept), y.astype(dtype)
+
+
+_Lanes = tuple[Carry, ...]
+_SlotOfLanes = tuple[tuple[Slot, ...], _OfSlot]
+_RunSlot = Callable[[_Lanes, _SlotOfLanes, jax.Array | None, _ChunkFn], tuple[_Lanes, tuple[jax.Array, ...]]]
+
+
+def _in_groups(
+    run_slot: _RunSlot, chunk_fn: _ChunkFn, size: int, carries: _Lanes, xs: _SlotOfLanes
+) -> tuple[_Lanes, tuple[jax.Array, ...]]:
+    """Slots, a multiple of `size`. Those of a group, which are short, share a stored boundary state."""
+    outer = _checkpoint(lambda c, x: meshes.scan(lambda c, x: run_slot(c, x, None, chunk_fn), c, x))
+    groups = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), xs)
+    carries, y = meshes.scan(outer, carries, groups)
+    return carries, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), y)
+
+
 def scan_slots(
     rule: MemorySpec,
     sizes: Plan,
@@ -98,96 +175,34 @@ def scan_slots(
     Returns:
       y [slots, batch, heads, width, value_dim], and the carry after the last slot.
     """
-    wide = wide_dtype(dtype)
-    batch = jax.tree.leaves(carry.memory)[0].shape[0]
-
-    def chunk(params, chunk_start, memory, momentum, window, slot, first, count, mixed):
-        slot = slot._replace(q=slot.q.astype(wide), k=slot.k.astype(wide), v=slot.v.astype(wide))
-        return run_chunk(rule, sizes, params, chunk_start, memory, momentum, window, slot, first, count, mixed)
-
-    by_head = jax.vmap(chunk, in_axes=(0, 0, 0, 0, 0, 0, None, None, 0))
-    all_chunks = jax.vmap(by_head, in_axes=(None, 0, 0, 0, 0, 0, 0, 0, 0))
-
-    def begin(begun: Callable[[Tree], Tree], weights: Tree, begins: jax.Array | None) -> Tree:
-        return begun(weights) if begins is None else choose(begins, begun(weights), weights)
-
-    def by_batch(begins, params, chunk_start, memory, momentum, *rest):
-        momentum = begin(rule.begin_momentum, momentum, begins)
-        return all_chunks(params, chunk_start, begin(rule.begin_chunk, memory, begins), momentum, *rest)
-
-    def all_from_start(begins, params, chunk_start, memory, momentum, *rest):
-        # Every row begins its only chunk with the same memory, so one row is begun for all.
-        initial = jax.tree.map(lambda w: w[None], rule.start(params.weights))
-        begun = rule.begin_chunk(initial), rule.begin_momentum(rule.start_momentum(initial))
-        memory, momentum = jax.tree.map(lambda x: jnp.broadcast_to(x, (batch, *x.shape[1:])), begun)
-        return all_chunks(params, chunk_start, memory, momentum, *rest)
-
-    checkpoint = functools.partial(jax.checkpoint, prevent_cse=False)
-    lane_params = tuple(zip(_split(params, lanes, 0), _split(soup, lanes, 1)))
-
-    def run_lane(
-        constants: tuple[MemoryParams, Weights | None],
-        carry: Carry,
-        slot: Slot,
-        rest: _OfSlot,
-        first: jax.Array | None,
-        chunk_fn: _ChunkFn,
-    ) -> tuple[Carry, jax.Array]:
-        params, mixed = constants
-        count, resets, filled = rest
-        memory, momentum = carry.memory, carry.momentum
-        if resets is not None:
-            initial = jax.tree.map(lambda w: jnp.broadcast_to(w, (batch, *w.shape)), rule.start(params.weights))
-            memory = choose(resets, initial, memory)
-            momentum = choose(resets, rule.start_momentum(initial), momentum)
-        # The call may begin in the middle of a chunk, and a slot without tokens does not begin a chunk.
-        begins = None if first is None else first == 0
-        if filled is not None:
-            begins = filled if begins is None else begins & filled
-        start = checkpoint(functools.partial(begin, rule.begin_chunk))(memory, begins)
-        if first is not None:
-            start = choose(first > 0, carry.chunk_start, start)
-        given = None if first is None else start
-        memory, momentum, window, y = chunk_fn(
-            begins, params, given, memory, momentum, carry.window, slot, first, count, mixed
-        )
-        # Outside the checkpointed function, so that it is not stored for the backward pass.
-        kept = start if filled is None else choose(filled, start, carry.chunk_start)
-        return Carry(memory, momentum, window, kept), y.astype(dtype)
+    run = _of_all_rows(rule, sizes, wide_dtype(dtype))
+    from_carry, from_start = (functools.partial(chunks, rule, run) for chunks in (_from_carry, _from_start))
+    constants = tuple(zip(_split(params, lanes, 0), _split(soup, lanes, 1)))
 
     def run_slot(
-        carries: tuple[Carry, ...],
-        xs: tuple[tuple[Slot, ...], _OfSlot],
-        first: jax.Array | None,
-        chunk_fn: _ChunkFn,
-    ) -> tuple[tuple[Carry, ...], tuple[jax.Array, ...]]:
+        carries: _Lanes, xs: _SlotOfLanes, first: jax.Array | None, chunk_fn: _ChunkFn
+    ) -> tuple[_Lanes, tuple[jax.Array, ...]]:
         slots, rest = xs
-        results = [run_lane(*lane, rest, first, chunk_fn) for lane in zip(lane_params, carries, slots, strict=True)]
+        each = zip(constants, carries, slots, strict=True)
+        results = [_run_lane(rule, dtype, *lane, rest, first, chunk_fn) for lane in each]
         return tuple(carry for carry, _ in results), tuple(y for _, y in results)
 
-    carries = _split(carry, lanes, 1)
-    xs = (_split(inputs[0], lanes, 2), inputs[1:])
-    outputs = []
+    carries, xs, outputs = _split(carry, lanes, 1), (_split(inputs[0], lanes, 2), inputs[1:]), []
     remaining = inputs[1].shape[0]
     if first is not None:
-        carries, y = run_slot(carries, jax.tree.map(lambda x: x[0], xs), first, checkpoint(by_batch))
+        carries, y = run_slot(carries, jax.tree.map(lambda x: x[0], xs), first, _checkpoint(from_carry))
         outputs.append(jax.tree.map(lambda x: x[None], y))
         xs = jax.tree.map(lambda x: x[1:], xs)
         remaining -= 1
     group = max(1, _GROUP_TOKENS // sizes.width)
-    grouped = remaining // group * group if group > 1 else 0
-    if grouped:
-        # Short chunks share a stored boundary state.
-        outer = checkpoint(lambda c, x: meshes.scan(lambda c, x: run_slot(c, x, None, by_batch), c, x))
-        head = jax.tree.map(lambda x: x[:grouped].reshape(-1, group, *x.shape[1:]), xs)
-        carries, y = meshes.scan(outer, carries, head)
-        outputs.append(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), y))
+    if group > 1 and (grouped := remaining // group * group):
+        carries, y = _in_groups(run_slot, from_carry, group, carries, jax.tree.map(lambda x: x[:grouped], xs))
+        outputs.append(y)
         xs = jax.tree.map(lambda x: x[grouped:], xs)
         remaining -= grouped
     if remaining:
-        _, resets, filled = inputs[1:]
-        only = fresh and inputs[1].shape[0] == 1 and first is None and resets is None and filled is None
-        chunk_fn = checkpoint(all_from_start if only else by_batch)
+        only = fresh and inputs[1].shape[0] == 1 and first is None and all(x is None for x in inputs[2:])
+        chunk_fn = _checkpoint(from_start if only else from_carry)
         carries, y = meshes.scan(lambda c, x: run_slot(c, x, None, chunk_fn), carries, xs)
         outputs.append(y)
     y = jax.tree.map(lambda *parts: jnp.concatenate(parts) if len(parts) > 1 else parts[0], *outputs)
