@@ -14,14 +14,6 @@ Index = int | jax.Array  # of a loop: a Python integer or a traced one
 Slice = slice | pl.Slice  # of `pl.ds`: static, or with a traced start
 
 
-def wide_dtype(*dtypes: jnp.dtype) -> jnp.dtype:
-    """The widest of floating point dtypes, and at least float32: what sums of numbers of these dtypes are kept in.
-
-    `jnp.promote_types` of different dtypes is an error under `jax_numpy_dtype_promotion=strict`.
-    """
-    return max([jnp.dtype(jnp.float32), *map(jnp.dtype, dtypes)], key=lambda dtype: dtype.itemsize)
-
-
 def rows_of(x: jax.Array) -> jax.Array:
     """[batch, heads, …] → [batch · heads, …]."""
     return x.reshape(-1, *x.shape[2:])

@@ -100,7 +100,7 @@ _SHARED = {
 }
 _FAMILIES = {"fast_weights", "softmax", "caching", "log_linear"}
 MEMORY_MAY_IMPORT = {
-    "axes": {"blocks"},
+    "axes": {"blocks", "products"},
     "gates": set(),
     "tokens": {"gates"},
     "blocks": {"products"},

@@ -17,8 +17,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from atlasjax.memory.products import product
-from pallas_kernels.arguments import wide_dtype
+from atlasjax.memory.products import product, wide_dtype
 
 # φ(q) [tokens, D], its part of degree one if the structure adds it to its output, and gates of a soup [tokens, n] if there is one.
 Queries = tuple[jax.Array, jax.Array | None, jax.Array | None]

@@ -14,8 +14,8 @@ from jaxtyping import Array, Int, PyTree
 
 from atlasjax.check import integer, is_number, plain_array
 from atlasjax.memory.gates import Gates
+from atlasjax.memory.products import wide_dtype
 from atlasjax.memory.tokens import Tokens
-from pallas_kernels.arguments import wide_dtype
 
 ARRAYS = (jax.Array, np.ndarray, np.generic)  # a tracer is a jax.Array; a jax.ShapeDtypeStruct has no values
 Arrays = jax.Array | np.ndarray | np.generic

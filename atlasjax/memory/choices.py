@@ -20,7 +20,7 @@ from atlasjax.memory.axes.retention import Retention
 from atlasjax.memory.axes.structures import Structure
 from atlasjax.memory.fast_weights.state import MemoryParams
 from atlasjax.memory.gates import Weights
-from pallas_kernels.arguments import wide_dtype
+from atlasjax.memory.products import wide_dtype
 
 _TOKENS = 2
 Shape = tuple[int, ...]

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.arguments import wide_dtype
+from atlasjax.memory.products import wide_dtype
 
 Tree = TypeVar("Tree")  # of arrays
 MaybeArray = TypeVar("MaybeArray", jax.Array, jax.Array | None)

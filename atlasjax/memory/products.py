@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from pallas_kernels.arguments import wide_dtype as wide_dtype  # also for rooms that do not know the kernels
 from pallas_kernels.varying import vary_like
 
 Form = Literal["nn", "nt", "tn"]  # x y, x yᵀ, xᵀ y: which factor is transposed, as in BLAS
@@ -26,6 +25,14 @@ Precision = jax.lax.Precision
 _Derivatives = tuple[Callable[..., jax.Array], Callable[..., jax.Array]]
 
 _CONTRACTED = {"nn": (-1, -2), "nt": (-1, -1), "tn": (-2, -2)}
+
+
+def wide_dtype(*dtypes: jnp.dtype) -> jnp.dtype:
+    """The widest of floating point dtypes, and at least float32: what sums of numbers of these dtypes are kept in.
+
+    `jnp.promote_types` of different dtypes is an error under `jax_numpy_dtype_promotion=strict`.
+    """
+    return max([jnp.dtype(jnp.float32), *map(jnp.dtype, dtypes)], key=lambda dtype: dtype.itemsize)
 
 
 def _bilinear(

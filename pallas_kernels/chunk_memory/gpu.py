@@ -22,7 +22,7 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.arguments import BEGINS, EMPTY, Arrays, Interpret, wide_dtype
+from pallas_kernels.arguments import BEGINS, EMPTY, Arrays, Interpret
 from pallas_kernels.blocks import entry, product
 from pallas_kernels.chunk_memory.bound import system, within_norm
 from pallas_kernels.chunk_memory.chunk import MemoryChunk, Structure
@@ -167,7 +167,7 @@ def chunk_memory(
     window: Arrays = ()
     if chunk.window > 1:
         size = padded(chunk.window - 1)
-        line = lambda x, past: _before(x, _pad(past, past.shape[-2], x.shape[-1]), size).astype(jnp.float32)
+        line = lambda x, past: _before(x, _pad(past, past.shape[-2], x.shape[-1]), size)
         window = tuple(line(x, past) for x, past in zip((k, v, gates[..., 1:2, :].mT), past, strict=True))
     start = tuple(_pad(w, *widths(name, w)) for name, w in zip(names, start))
     restarts = None if restarts is None else (restarts[0], start)
@@ -181,14 +181,13 @@ def _pad(x: jax.Array, rows: int, columns: int) -> jax.Array:
 
 
 def _before(x: jax.Array, past: jax.Array, size: int) -> jax.Array:
-    """The `size` tokens before each chunk: [rows, chunks, m, n] → [rows, chunks, size, n].
+    """The `size` tokens before each chunk: [rows, chunks, m, n] → float32 [rows, chunks, size, n].
 
     past: those before the first one, [rows, …, n]; zeros before them.
     """
     rows, count, m, n = x.shape
-    past = past[:, -size:]
-    dtype = x.dtype if x.dtype == past.dtype else wide_dtype(x.dtype, past.dtype)
-    line = jnp.concatenate([past.astype(dtype), x.reshape(rows, count * m, n).astype(dtype)], axis=1)
+    past = past[:, -size:].astype(jnp.float32)
+    line = jnp.concatenate([past, x.reshape(rows, count * m, n).astype(jnp.float32)], axis=1)
     line = jnp.pad(line, ((0, 0), (size - past.shape[1], 0), (0, 0)))
     return line[:, m * jnp.arange(count)[:, None] + jnp.arange(size)]
 

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.arguments import BEGINS, Segments, Window, wide_dtype
+from pallas_kernels.arguments import BEGINS, Segments, Window
 from pallas_kernels.chunk_memory.bound import SMALLEST
 from pallas_kernels.chunk_memory.chunk import Objective, Structure
 from pallas_kernels.newton_schulz.reference import Triple, newton_schulz
@@ -141,7 +141,7 @@ def chunk_memory(
         return y, weights, momenta
 
     over_heads = jax.vmap(head, in_axes=(0, 0, 1, 1, 1, 1, 0, None, None, 0), out_axes=(1, 0, 0))
-    wide = lambda x: x.astype(wide_dtype(x.dtype))
+    wide = lambda x: x.astype(jnp.float32)
     arrays = (*jax.tree.map(wide, (weights, momenta, q, k, v, gates, initial)), real, resets)
     everything = (*arrays, norm)
     y, weights, momenta = jax.vmap(over_heads, in_axes=(*[0] * len(arrays), None))(*everything)

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.arguments import BEGINS, Segments, wide_dtype
+from pallas_kernels.arguments import BEGINS, Segments
 
 
 def delta_rule(
@@ -23,10 +23,9 @@ def delta_rule(
         w = w + u[..., :, None] * k[..., None, :]
         return w, matmul(w, q)
 
-    wide = wide_dtype(q.dtype)
-    xs = tuple(jnp.moveaxis(x.astype(wide), 1, 0) for x in (q, k, v, beta, alpha))
+    xs = tuple(jnp.moveaxis(x.astype(jnp.float32), 1, 0) for x in (q, k, v, beta, alpha))
     if segments is not None:
         begins = jnp.repeat(segments.marks == BEGINS, chunk_size, axis=1) & (jnp.arange(q.shape[1]) % chunk_size == 0)
         xs = (*xs, begins.T)
-    final, y = jax.lax.scan(token, initial.astype(wide), xs)
+    final, y = jax.lax.scan(token, initial.astype(jnp.float32), xs)
     return jnp.moveaxis(y, 0, 1).astype(q.dtype), final

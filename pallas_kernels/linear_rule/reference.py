@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.arguments import BEGINS, Arrays, Segments, wide_dtype
+from pallas_kernels.arguments import BEGINS, Arrays, Segments
 
 
 def linear_rule(
@@ -26,12 +26,11 @@ def linear_rule(
         w = decayed + beta[..., None, None] * write
         return w, matmul(w, q)
 
-    wide = wide_dtype(q.dtype)
-    by_time = lambda x: jnp.moveaxis(x.astype(wide), 1, 0)
+    by_time = lambda x: jnp.moveaxis(x.astype(jnp.float32), 1, 0)
     begins = None
     if segments is not None:
         begins = jnp.repeat(segments.marks == BEGINS, chunk_size, axis=1) & (jnp.arange(q.shape[1]) % chunk_size == 0)
         begins = begins.T
     xs = jax.tree.map(by_time, ((q, k, v, decay, beta), removed))
-    final, y = jax.lax.scan(token, initial.astype(wide), (*xs, begins))
+    final, y = jax.lax.scan(token, initial.astype(jnp.float32), (*xs, begins))
     return jnp.moveaxis(y, 0, 1).astype(q.dtype), final

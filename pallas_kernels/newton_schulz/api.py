@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.arguments import Interpret, wide_dtype
+from pallas_kernels.arguments import Interpret
 from pallas_kernels.batching import rows_folded
 from pallas_kernels.newton_schulz import forms, gpu, gram, tpu
 from pallas_kernels.newton_schulz.forms import FORMS, GRAM_STEPS
-from pallas_kernels.newton_schulz.reference import SCHEDULES, Triple, coefficients
+from pallas_kernels.newton_schulz.reference import SCHEDULES, Triple, coefficients, wide
 from pallas_kernels.newton_schulz.reference import newton_schulz as definition
 
 _KERNELS = {"pallas_tpu": tpu, "pallas_gpu": gpu}
@@ -91,7 +91,7 @@ def _gram_xla(s: jax.Array, triples: Sequence[Triple], precision: jax.lax.Precis
         return dot(qs[0], x)
 
     transposed = s.shape[-2] > s.shape[-1]
-    x = (s.mT if transposed else s).astype(wide_dtype(s.dtype))
+    x = wide(s.mT if transposed else s)
     y = jax.vmap(one)(x.reshape(-1, *x.shape[-2:])).reshape(x.shape)
     return y.mT if transposed else y
 

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.arguments import wide_dtype
-
 EPSILON = 1e-7
 
 Triple = tuple[float, float, float]
@@ -44,6 +42,11 @@ def coefficients(schedule: Sequence[Triple], steps: int) -> tuple[Triple, ...]:
     return tuple(schedule[min(i, len(schedule) - 1)] for i in range(steps))
 
 
+def wide(s: jax.Array) -> jax.Array:
+    """In float32, or in float64 if it is."""
+    return s if s.dtype == jnp.float64 else s.astype(jnp.float32)
+
+
 def _normalize(s: jax.Array) -> jax.Array:
     square = jnp.sum(s * s, axis=(-2, -1), keepdims=True)
     nonzero = square > 0
@@ -64,9 +67,8 @@ def newton_schulz(s: jax.Array, steps: int = 5, schedule: Sequence[Triple] = SCH
     Returns:
       An array of the shape of `s`, float32 (float64 for float64 input). A zero matrix gives zero, with derivative zero.
     """
-    dtype = wide_dtype(s.dtype)
     transposed = s.shape[-2] > s.shape[-1]
-    x = s.astype(dtype)
+    x = wide(s)
     x = _normalize(x.mT if transposed else x)
     # A TPU's default float32 product is bfloat16, which gives noise for the rank-deficient momenta at a sequence's start.
     matmul = lambda p, q: jnp.matmul(p, q, precision=jax.lax.Precision.HIGHEST)

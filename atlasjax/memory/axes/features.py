@@ -16,7 +16,7 @@ import numpy as np
 
 from atlasjax import check
 from atlasjax.memory.axes.base import Axis
-from pallas_kernels.arguments import wide_dtype
+from atlasjax.memory.products import wide_dtype
 
 
 class Features(Axis):

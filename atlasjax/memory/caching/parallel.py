@@ -17,8 +17,8 @@ from atlasjax.memory.caching.state import CachedState, CachedTokens, in_segment
 from atlasjax.memory.fast_weights.chunk import Soup
 from atlasjax.memory.gates import Weights
 from atlasjax.memory.grid import choose
+from atlasjax.memory.products import wide_dtype
 from atlasjax.memory.rule import Params
-from pallas_kernels.arguments import wide_dtype
 
 
 def parallel_scan(

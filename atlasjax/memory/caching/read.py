@@ -10,8 +10,8 @@ from atlasjax.memory.caching import gates as gating
 from atlasjax.memory.caching.spec import CachedSpec
 from atlasjax.memory.caching.state import CachedState
 from atlasjax.memory.fast_weights.chunk import Soup
+from atlasjax.memory.products import wide_dtype
 from atlasjax.memory.rule import Params
-from pallas_kernels.arguments import wide_dtype
 
 
 @functools.partial(jax.jit, static_argnames=("rule",))

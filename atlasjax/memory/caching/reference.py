@@ -11,8 +11,8 @@ from atlasjax.memory.caching.init import fresh_memory
 from atlasjax.memory.caching.spec import CachedSpec
 from atlasjax.memory.caching.state import CachedTokens
 from atlasjax.memory.gates import Weights
+from atlasjax.memory.products import wide_dtype
 from atlasjax.memory.rule import Params
-from pallas_kernels.arguments import wide_dtype
 
 
 def _gates(

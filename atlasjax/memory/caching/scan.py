@@ -15,9 +15,9 @@ from atlasjax.memory.caching.parallel import parallel_scan
 from atlasjax.memory.caching.spec import CachedSpec
 from atlasjax.memory.caching.state import CachedState, CachedTokens
 from atlasjax.memory.fast_weights.chunk import Soup
+from atlasjax.memory.products import wide_dtype
 from atlasjax.memory.rule import Params
 from atlasjax.memory.tokens import Tokens
-from pallas_kernels.arguments import wide_dtype
 
 
 @functools.partial(jax.jit, static_argnames=("rule", "max_segments"))

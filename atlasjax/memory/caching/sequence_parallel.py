@@ -14,8 +14,8 @@ from atlasjax.memory.caching.parallel import Cached, read_segments, write_segmen
 from atlasjax.memory.caching.spec import CachedSpec
 from atlasjax.memory.caching.state import CachedState, CachedTokens
 from atlasjax.memory.gates import Weights
+from atlasjax.memory.products import wide_dtype
 from atlasjax.memory.rule import Params
-from pallas_kernels.arguments import wide_dtype
 
 
 def scan_part(

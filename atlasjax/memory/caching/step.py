@@ -15,9 +15,9 @@ from atlasjax.memory.caching.state import CachedState
 from atlasjax.memory.fast_weights.chunk import Soup
 from atlasjax.memory.grid import widened
 from atlasjax.memory.layerwise import put_layer, step_layer, take_layer
+from atlasjax.memory.products import wide_dtype
 from atlasjax.memory.rule import Params
 from atlasjax.memory.tokens import Tokens
-from pallas_kernels.arguments import wide_dtype
 
 
 @functools.partial(jax.jit, static_argnames=("rule",), inline=True)

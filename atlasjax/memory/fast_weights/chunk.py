@@ -18,7 +18,7 @@ from atlasjax.memory.fast_weights.block import Block, BlockFunction, Written
 from atlasjax.memory.fast_weights.spec import MemorySpec
 from atlasjax.memory.fast_weights.state import MemoryParams
 from atlasjax.memory.gates import Weights
-from pallas_kernels.arguments import wide_dtype
+from atlasjax.memory.products import wide_dtype
 
 # Block lengths: number of tokens combined at once. They never affect the result (SEMANTICS 1.4).
 _DUAL_BLOCK = 128  # masks grow with the square of the block, so longer chunks are computed in parts

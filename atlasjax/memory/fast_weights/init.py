@@ -8,7 +8,7 @@ from atlasjax.memory.check import check_floating, check_output, check_shape
 from atlasjax.memory.choices import check_choices, check_parts
 from atlasjax.memory.fast_weights.spec import MemorySpec
 from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState
-from pallas_kernels.arguments import wide_dtype
+from atlasjax.memory.products import wide_dtype
 
 
 def init_params(rule: MemorySpec, key: PRNGKeyArray, *, num_heads: int, key_dim: int, value_dim: int) -> MemoryParams:

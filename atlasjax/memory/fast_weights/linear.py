@@ -42,7 +42,7 @@ from atlasjax.memory.fast_weights.chunk import Slot
 from atlasjax.memory.fast_weights.spec import MemorySpec
 from atlasjax.memory.fast_weights.state import MemoryParams
 from atlasjax.memory.gates import Weights
-from pallas_kernels.arguments import wide_dtype
+from atlasjax.memory.products import wide_dtype
 
 # Number of tokens whose blocks are prepared and read together: enough work per operation, but small enough for a CPU's cache. The
 # backward pass stores one memory per group.

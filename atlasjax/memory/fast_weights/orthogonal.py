@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from atlasjax.memory.blocks import Factors, dot, exact
-from pallas_kernels.newton_schulz import xla
+from atlasjax.memory.fast_weights import newton_schulz
 from pallas_kernels.newton_schulz.reference import Triple
 
 
@@ -105,7 +105,7 @@ def updates(momenta: Momenta, triples: tuple[Triple, ...], tokens: int, *, chann
     rows, columns = sorted(momenta.start.shape)
     count, factors = momenta.coefficients.shape
     if channels or not _without_forming(rows, columns, count, factors, tokens, triples):
-        return Formed(xla.orthogonalized(momenta.formed(), triples))
+        return Formed(newton_schulz.orthogonalized(momenta.formed(), triples))
     left, inputs = momenta.factors
     if left.shape[1] > inputs.shape[1]:
         return _polynomials(True, momenta, momenta.start.T, inputs, left, triples)
@@ -114,12 +114,12 @@ def updates(momenta: Momenta, triples: tuple[Triple, ...], tokens: int, *, chann
 
 def _without_forming(r: int, n: int, count: int, factors: int, tokens: int, triples: tuple[Triple, ...]) -> bool:
     """Whether `Polynomials` is accurate and takes fewer multiplications per write than `Formed`."""
-    if not triples or not xla.polynomial_is_accurate(triples):
+    if not triples or not newton_schulz.polynomial_is_accurate(triples):
         return False
     reads = tokens / count
     polynomials = (4 * len(triples) - 3) * r**3 + r * factors * (2 * r + factors) + 2 * r * r * n / count
     polynomials += reads * r * (count * (r + factors) + n)
-    formed = xla.operations(r, n, len(triples)) + r * n * (factors + count * reads)
+    formed = newton_schulz.operations(r, n, len(triples)) + r * n * (factors + count * reads)
     return polynomials < formed
 
 
@@ -132,4 +132,4 @@ def _polynomials(
     half = beta * exact(columns, start.T)[None] + 0.5 * exact(exact(columns, columns.T), rows)
     half = exact(half.mT, rows)
     grams = beta * beta * exact(start, start.T)[None] + (half + half.mT)
-    return Polynomials(tall, xla.polynomial(grams, triples), start, momenta.beta, rows, columns)
+    return Polynomials(tall, newton_schulz.polynomial(grams, triples), start, momenta.beta, rows, columns)

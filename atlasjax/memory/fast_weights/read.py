@@ -11,7 +11,7 @@ from atlasjax.memory.fast_weights.reference import read_one
 from atlasjax.memory.fast_weights.spec import MemorySpec
 from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState
 from atlasjax.memory.gates import Weights
-from pallas_kernels.arguments import wide_dtype
+from atlasjax.memory.products import wide_dtype
 
 
 @functools.partial(jax.jit, static_argnames=("rule",))

@@ -13,8 +13,8 @@ from atlasjax.memory.fast_weights import bounds
 from atlasjax.memory.fast_weights.init import init_state
 from atlasjax.memory.fast_weights.spec import MemorySpec
 from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState
+from atlasjax.memory.products import wide_dtype
 from atlasjax.memory.tokens import Tokens
-from pallas_kernels.arguments import wide_dtype
 
 
 def read_one(rule: MemorySpec, params: MemoryParams, stored: dict[str, jax.Array], x: jax.Array) -> jax.Array:

@@ -14,8 +14,8 @@ from atlasjax.memory.fast_weights.spec import MemorySpec
 from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState
 from atlasjax.memory.gates import Weights
 from atlasjax.memory.grid import MaybeArray, choose
+from atlasjax.memory.products import wide_dtype
 from atlasjax.memory.tokens import Tokens
-from pallas_kernels.arguments import wide_dtype
 
 
 @functools.partial(jax.jit, static_argnames=("rule", "max_segments"))

@@ -18,7 +18,7 @@ from atlasjax.memory.fast_weights.spec import MemorySpec
 from atlasjax.memory.fast_weights.state import MemoryParams
 from atlasjax.memory.gates import Weights
 from atlasjax.memory.grid import Tree, choose
-from pallas_kernels.arguments import wide_dtype
+from atlasjax.memory.products import wide_dtype
 
 _GROUP_TOKENS = 32  # chunks shorter than this share one checkpoint
 _CPU_LANES = 4

@@ -17,8 +17,8 @@ from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState
 from atlasjax.memory.gates import Weights
 from atlasjax.memory.grid import MaybeArray, choose
 from atlasjax.memory.layerwise import change_some, put_layer, take_layer
+from atlasjax.memory.products import wide_dtype
 from atlasjax.memory.tokens import Tokens
-from pallas_kernels.arguments import wide_dtype
 
 _Updated = tuple[Weights, OptimizerState, Weights | None, Window | None, jax.Array]
 _Token = Callable[..., _Updated]

@@ -9,9 +9,9 @@ from atlasjax.memory.grid import choose
 from atlasjax.memory.log_linear.init import fresh_memory
 from atlasjax.memory.log_linear.spec import LogLinearSpec
 from atlasjax.memory.log_linear.state import LogLinearState, bit
+from atlasjax.memory.products import wide_dtype
 from atlasjax.memory.rule import Params
 from atlasjax.memory.tokens import Tokens
-from pallas_kernels.arguments import wide_dtype
 
 
 def own_tokens(tokens: Tokens) -> tuple[Tokens, Float[Array, "*tokens heads connector_dim"]]:

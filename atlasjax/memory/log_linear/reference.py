@@ -10,9 +10,9 @@ from jaxtyping import PyTree
 from atlasjax.memory import meshes
 from atlasjax.memory.log_linear.init import fresh_memory
 from atlasjax.memory.log_linear.spec import LogLinearSpec
+from atlasjax.memory.products import wide_dtype
 from atlasjax.memory.rule import Params
 from atlasjax.memory.tokens import Tokens
-from pallas_kernels.arguments import wide_dtype
 
 
 class _Carry(TypedDict):

@@ -16,9 +16,9 @@ from atlasjax.memory.log_linear.init import init_state
 from atlasjax.memory.log_linear.levels import begin_segment, own_tokens, read_levels
 from atlasjax.memory.log_linear.spec import LogLinearSpec
 from atlasjax.memory.log_linear.state import LogLinearState
+from atlasjax.memory.products import wide_dtype
 from atlasjax.memory.rule import Params, State
 from atlasjax.memory.tokens import Tokens
-from pallas_kernels.arguments import wide_dtype
 
 
 @functools.partial(jax.jit, static_argnames=("rule", "max_segments"))

@@ -10,9 +10,9 @@ from atlasjax.memory.log_linear import state as states
 from atlasjax.memory.log_linear.levels import begin_segment, own_tokens, read_levels
 from atlasjax.memory.log_linear.spec import LogLinearSpec
 from atlasjax.memory.log_linear.state import LogLinearState
+from atlasjax.memory.products import wide_dtype
 from atlasjax.memory.rule import Params
 from atlasjax.memory.tokens import Tokens
-from pallas_kernels.arguments import wide_dtype
 
 
 @functools.partial(jax.jit, static_argnames=("rule",), inline=True)

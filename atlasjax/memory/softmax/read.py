@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from atlasjax.memory.blocks import applied, product_dtype
 from atlasjax.memory.gates import Weights
+from atlasjax.memory.products import wide_dtype
 from atlasjax.memory.softmax import sums
 from atlasjax.memory.softmax.reference import read_one
 from atlasjax.memory.softmax.scan import stored_places
@@ -14,7 +15,6 @@ from atlasjax.memory.softmax.spec import SoftmaxSpec
 from atlasjax.memory.softmax.state import SoftmaxParams, SoftmaxState
 from atlasjax.memory.softmax.step import OpenChunk, open_chunk, read_open, seen
 from atlasjax.memory.softmax.tape import Cache
-from pallas_kernels.arguments import wide_dtype
 
 
 @functools.partial(jax.jit, static_argnames=("rule",))

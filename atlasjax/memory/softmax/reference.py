@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from atlasjax.memory import limits, meshes
+from atlasjax.memory.products import wide_dtype
 from atlasjax.memory.softmax.init import empty_state
 from atlasjax.memory.softmax.spec import SoftmaxSpec
 from atlasjax.memory.softmax.state import SoftmaxParams, SoftmaxState
 from atlasjax.memory.softmax.tape import Cache, cut_tail, ordered_cache, stored_cache, tail_places, tape_of
 from atlasjax.memory.tokens import Tokens
-from pallas_kernels.arguments import wide_dtype
 
 
 def memory_sum(rule: SoftmaxSpec, memory: dict, x: jax.Array) -> jax.Array:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from atlasjax.memory import grid, meshes
 from atlasjax.memory.blocks import product_dtype
+from atlasjax.memory.products import wide_dtype
 from atlasjax.memory.softmax.block import BlockTokens, Carry, Sizes
 from atlasjax.memory.softmax.coefficients import (
     Transition,
@@ -30,7 +31,6 @@ from atlasjax.memory.softmax.tape import (
     tape_of,
 )
 from atlasjax.memory.tokens import Tokens
-from pallas_kernels.arguments import wide_dtype
 
 _BLOCK_TOKENS = 128  # tokens that read the cache together; never changes the result
 _NOWHERE = 1 << 29  # a slot beyond any tape

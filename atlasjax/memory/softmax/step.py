@@ -16,6 +16,7 @@ from atlasjax.memory.blocks import Factors, dot, product_dtype
 from atlasjax.memory.gates import Weights
 from atlasjax.memory.grid import choose, widened
 from atlasjax.memory.layerwise import change_some, put_layer, put_slots, take_layer
+from atlasjax.memory.products import wide_dtype
 from atlasjax.memory.softmax import sums
 from atlasjax.memory.softmax.block import gradients, moved, read_out, with_bound, write_weights
 from atlasjax.memory.softmax.coefficients import Coefficients, coefficients
@@ -25,7 +26,6 @@ from atlasjax.memory.softmax.spec import SoftmaxSpec
 from atlasjax.memory.softmax.state import SoftmaxParams, SoftmaxState, Tail
 from atlasjax.memory.softmax.tape import Cache
 from atlasjax.memory.tokens import Tokens
-from pallas_kernels.arguments import wide_dtype
 
 
 class OpenChunk(NamedTuple):

@@ -1,4 +1,4 @@
-"""Both forms of Newton–Schulz for XLA, with derivatives that use what is symmetric.
+"""Both forms of Newton–Schulz for the XLA engine, with derivatives that use what is symmetric.
 
 The polynomial Q of the Gram form, all matrices of its steps, and their derivatives in a symmetric direction are symmetric, because
 they are polynomials of one symmetric matrix. So A Ȧ + Ȧ A is one product and its transpose, and so is the derivative of P A P:
@@ -36,7 +36,7 @@ def _scale(square: jax.Array) -> jax.Array:
 
 
 def polynomial(gram: jax.Array, triples: tuple[Triple, ...]) -> jax.Array:
-    """Q with NS(S) = Q S, from S Sᵀ (`gram.forward`).
+    """Q with NS(S) = Q S, from S Sᵀ (`pallas_kernels.newton_schulz.gram.forward`).
 
     Args:
       gram: [..., d, d], exactly symmetric, and so are its tangents; at least float32.
@@ -84,7 +84,7 @@ def _chain_jvp(
 
 
 def direct(s: jax.Array, triples: Sequence[Triple]) -> jax.Array:
-    """The definition, `reference.newton_schulz`, of matrices [..., rows ≤ columns, columns] of at least float32."""
+    """The definition, `pallas_kernels.newton_schulz.reference`, of matrices [..., rows ≤ columns, columns] of at least float32."""
     x = s * _scale(jnp.sum(s * s, axis=(-2, -1), keepdims=True))
     for triple in triples:
         x = _step(x, triple)
