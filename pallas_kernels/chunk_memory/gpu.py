@@ -28,8 +28,9 @@ from pallas_kernels.chunk_memory.bound import system, within_norm
 from pallas_kernels.chunk_memory.chunk import MemoryChunk, Structure
 from pallas_kernels.chunk_memory.gates import Coefficients, coefficients, decays, window_matrix
 from pallas_kernels.chunk_memory.gpu_bound import MOST_TOKENS, Solved
-from pallas_kernels.chunk_memory.gpu_kernels import state_cotangents, states
-from pallas_kernels.chunk_memory.gpu_step import Layers, Tokens, block_tokens, places
+from pallas_kernels.chunk_memory.gpu_cotangents import state_cotangents
+from pallas_kernels.chunk_memory.gpu_states import states
+from pallas_kernels.chunk_memory.gpu_step import Layers, Settings, Tokens, block_tokens, places
 from pallas_kernels.chunk_memory.muon import MuonChunk
 from pallas_kernels.chunk_scan import Restarts
 from pallas_kernels.gpu import LEAST, padded
@@ -232,7 +233,7 @@ def _forward(
     restarts: Restarts,
 ) -> tuple[tuple[Arrays, jax.Array], _Kept]:
     tokens = _tokens(chunk, xs, window)
-    before, last, scales, solved = states(chunk, limits, interpret, carry, tokens, restarts, xs[0].dtype)
+    before, last, scales, solved = states(Settings(chunk, limits, interpret, xs[0].dtype), carry, tokens, restarts)
     read = lambda state, xs, window: chunk((*state, *window), _wide(xs))[1][0]
     y = _all_chunks(read, before, xs, window)
     return (last, y), (before, scales, solved, xs, window, None if restarts is None else restarts[0])
@@ -262,9 +263,8 @@ def _backward(
     from_writes = lambda state, xs, window, dstate: pullback(state, xs, window, dstate, None)[1:]
     dstate, *dtokens = _all_chunks(from_reads, before, xs, window, dy)
     tokens = _tokens(chunk, xs, window)
-    after, dfirst, dstart = state_cotangents(
-        chunk, limits, interpret, before, scales, solved, tokens, dstate, dfinal, marks, xs[0].dtype
-    )
+    settings = Settings(chunk, limits, interpret, xs[0].dtype)
+    after, dfirst, dstart = state_cotangents(settings, before, scales, solved, tokens, dstate, dfinal, marks)
     more = _all_chunks(from_writes, before, xs, window, after)
     dxs, dwindow = jax.tree.map(jnp.add, tuple(dtokens), tuple(more))
     return dfirst, dxs, dwindow, None if marks is None else (None, dstart)

@@ -6,7 +6,6 @@ barrier before the next phase, because it would fill the registers.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypedDict, TypeVar
 
@@ -15,18 +14,17 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels import gpu
-from pallas_kernels.arguments import Index, Interpret, Slice
+from pallas_kernels.arguments import Index, Slice
 from pallas_kernels.chunk_memory.bound import System, Windowed, equations, steps
 from pallas_kernels.chunk_memory.chunk import MemoryChunk
 from pallas_kernels.chunk_memory.gpu_step import (
-    Layers,
     Matrices,
     Refs,
     ScratchBlock,
+    Settings,
     Step,
     StepGates,
     Tokens,
-    barrier,
     narrow,
 )
 from pallas_kernels.gpu import LEAST
@@ -57,30 +55,9 @@ class Solved(TypedDict):
     columns: _Array
 
 
-class Scratch(TypedDict):
-    """Arrays of one row for the cotangents of a chunk.
-
-    Attributes:
-      of_columns: of `Solved.columns`, [n, E]; before, the cotangents of `Solved.weights`.
-      of_solution: of the right side of the equations, and of the step sizes, [2, m].
-      of_windowed: D + Dᵀ for D of the windowed gradients' Gram matrix, [m, m].
-      of_gram: the same of `Solved.gram`, [E, E].
-      of_outer: for each block, what the Gram matrix adds to the cotangent of g, [E_b, value_dim].
-      of_factors: for each block, what it adds to the cotangents of h, the input of the outer weight, and of the left factors of
-        the inner weights, by name of the weight, [E_b, width]. Empty without a hidden layer.
-    """
-
-    of_columns: _Array
-    of_solution: _Array
-    of_windowed: _Array
-    of_gram: _Array
-    of_outer: list[_Array]
-    of_factors: list[dict[str, _Array]]
-
-
 def solved(chunk: MemoryChunk, tokens: Tokens) -> Solved:
     """Shapes of one row's arrays."""
-    chunks, size = tokens["scales"].shape[1], _size(tokens)
+    chunks, size = tokens["scales"].shape[1], size_of(tokens)
     array = lambda *shape: jax.ShapeDtypeStruct((chunks, *shape), jnp.float32)
     assert tokens["step_gates"] is not None
     m, columns = tokens["step_gates"]["across"].shape[-1], 1 + chunk.retention + chunk.momentum
@@ -94,26 +71,8 @@ def solved(chunk: MemoryChunk, tokens: Tokens) -> Solved:
     }
 
 
-def scratch_of_steps(chunk: MemoryChunk, tokens: Tokens, width: int) -> Scratch:
-    """Shapes of one row's arrays."""
-    array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
-    size = _size(tokens)
-    layers = Layers.of(chunk.structure)
-    assert layers is not None
-    assert tokens["step_gates"] is not None
-    m = tokens["step_gates"]["across"].shape[-1]
-    names = (layers.outer, *layers.inner) if layers.inner else ()
-    return {
-        "of_columns": array(1 + chunk.retention + chunk.momentum, size),
-        "of_solution": array(2, m),
-        "of_windowed": array(m, m),
-        "of_gram": array(size, size),
-        "of_outer": [array(*v.shape[2:]) for _, v in tokens["blocks"]],
-        "of_factors": [{name: array(k.shape[-2], width) for name in names} for k, _ in tokens["blocks"]],
-    }
-
-
-def _size(tokens: Tokens) -> int:
+def size_of(tokens: Tokens) -> int:
+    """E, the number of a chunk's tokens and of those of the window before it."""
     return sum(k.shape[-2] for k, _ in tokens["blocks"])
 
 
@@ -122,8 +81,7 @@ class BoundedSteps:
     """The step sizes of one chunk.
 
     Attributes:
-      chunk, step: the memory's.
-      interpret: as in `pallas_call`.
+      settings, step: the kernel's.
       blocks: the E tokens, whose g is stored.
       before: W and S before each chunk.
       gates: what they take from the chunk's gates.
@@ -131,14 +89,17 @@ class BoundedSteps:
       i: the chunk.
     """
 
-    chunk: MemoryChunk
+    settings: Settings
     step: Step
-    interpret: Interpret
     blocks: Sequence[ScratchBlock]
     before: Sequence[Refs]
     gates: StepGates
     solved: Solved
     i: Index
+
+    @property
+    def chunk(self) -> MemoryChunk:
+        return self.settings.chunk
 
     @property
     def along_parts(self) -> list[int]:
@@ -156,7 +117,7 @@ class BoundedSteps:
     def store_products(self) -> None:
         """The inner products of the gradients with each other, and with W and S."""
         for n, block in enumerate(self.blocks):
-            for place, x in enumerate(self._inner(block, self.along), 1):
+            for place, x in enumerate(self.inner(block, self.along), 1):
                 self.solved["columns"][self.i, place, block.place] = x
             for other in self.blocks[: n + 1]:
                 self._store_pair(block, other)
@@ -188,7 +149,7 @@ class BoundedSteps:
             if not same:
                 target[i, other.place, block.place] = x.T
 
-    def _inner(self, block: ScratchBlock, parts: Sequence[Refs]) -> list[jax.Array]:
+    def inner(self, block: ScratchBlock, parts: Sequence[Refs]) -> list[jax.Array]:
         """⟨∇_i, part⟩ with each for each token of a block, [E_b]."""
         layers, dot, i = self.step.layers, self.step.dot, self.i
 
@@ -207,18 +168,18 @@ class BoundedSteps:
 
     def store_equations(self) -> None:
         """The equations of the step sizes."""
-        self.solved["lower"][self.i] = equations(self._known, self._windowed()).lower
+        self.solved["lower"][self.i] = equations(self.known, self.windowed()).lower
 
     def store_weights(self) -> None:
         """Solves the equations, and stores the weights of the gradients in the next W and S."""
-        of = equations(self._known, self._windowed())
+        of = equations(self.known, self.windowed())
         solved = self._substituted(of.right)
         self.solved["solution"][self.i] = jnp.sum(solved, axis=1)
         sizes = jnp.sum(steps(of, solved), axis=1)
         for part in range(1 + self.chunk.momentum):
-            weights = -self._at_end(part) * sizes
+            weights = -self.at_end(part) * sizes
             for block, target in zip(self.blocks, self.solved["weights"]):
-                target[self.i, part, :] = self._of_tokens(weights[:, None], block)
+                target[self.i, part, :] = self.of_tokens(weights[:, None], block)
 
     def _substituted(self, right: jax.Array) -> jax.Array:
         """(I + L)⁻¹ r, a column, a token after another, each with a row of L from memory."""
@@ -233,19 +194,19 @@ class BoundedSteps:
         return jax.lax.fori_loop(0, right.shape[0], step, jnp.zeros_like(right))[:, None]
 
     @property
-    def _known(self) -> System:
+    def known(self) -> System:
         columns = (self.gates["columns"][self.i, place, :][:, None] for place in range(3 + len(self.along_parts)))
         step, most, floor = (next(columns) for _ in range(3))
         retained = next(columns) if self.chunk.retention else None
         share = next(columns) if self.chunk.momentum else None
         return System(step, most, floor, retained, share, self.gates["across"][self.i])
 
-    def _at_end(self, part: int) -> jax.Array:
+    def at_end(self, part: int) -> jax.Array:
         """The weights of windowed gradients in W or S at the chunk's end, for steps of −1: [m]."""
         return self.gates["columns"][self.i, 3 + len(self.along_parts) + part, :]
 
-    def _windowed(self) -> Windowed:
-        falls, *along = (self._over_window(self.solved["columns"], self.i, n) for n in range(1 + len(self.along)))
+    def windowed(self) -> Windowed:
+        falls, *along = (self.over_window(self.solved["columns"], self.i, n) for n in range(1 + len(self.along)))
         of_memory = along.pop(0) if self.chunk.retention else None
         of_momenta = along.pop(0) if self.chunk.momentum else None
         return Windowed(self._gram(), falls, of_memory, of_momenta)
@@ -255,28 +216,28 @@ class BoundedSteps:
         gamma, gram, i = self.gates["gamma"], self.solved["gram"], self.i
         if gamma is None:
             return gram[i]
-        m, exact = gamma.shape[1], self._exact
+        m, exact = gamma.shape[1], self.exact
 
         def add(of: Slice, found: jax.Array) -> jax.Array:
             half = lambda at, y: y + exact(gamma[i, :, at], gram[i, at, of], 1, 0)
-            return found + exact(self._over_tiles(half, jnp.zeros((m, LEAST), jnp.float32)), gamma[i, :, of], 1, 1)
+            return found + exact(self.over_tiles(half, jnp.zeros((m, LEAST), jnp.float32)), gamma[i, :, of], 1, 1)
 
-        return self._over_tiles(add, jnp.zeros((m, m), jnp.float32))
+        return self.over_tiles(add, jnp.zeros((m, m), jnp.float32))
 
-    def _over_tiles(self, add: Callable[[Slice, X], X], start: X, size: int | None = None) -> X:
+    def over_tiles(self, add: Callable[[Slice, X], X], start: X, size: int | None = None) -> X:
         """A loop over tiles of tokens, of all E or of `size`: whole matrices of tokens would fill the registers."""
         size = self.solved["gram"].shape[1] if size is None else size
         return jax.lax.fori_loop(0, size // LEAST, lambda n, x: add(pl.ds(n * LEAST, LEAST), x), start)
 
-    def _over_window(self, rows: jax.Ref, *index: Index) -> jax.Array:
+    def over_window(self, rows: jax.Ref, *index: Index) -> jax.Array:
         """Σ_e Γ[t, e] x_e, a column [m, 1], from a row of E tokens."""
         gamma = self.gates["gamma"]
         if gamma is None:
             return rows[(*index, slice(None))][:, None]
         add = lambda at, x: x + jnp.sum(gamma[self.i, :, at] * rows[(*index, at)][None, :], axis=1, keepdims=True)
-        return self._over_tiles(add, jnp.zeros((gamma.shape[1], 1), jnp.float32))
+        return self.over_tiles(add, jnp.zeros((gamma.shape[1], 1), jnp.float32))
 
-    def _of_tokens(self, column: jax.Array, block: ScratchBlock) -> jax.Array:
+    def of_tokens(self, column: jax.Array, block: ScratchBlock) -> jax.Array:
         """Σ_t Γ[t, e] x_t for the tokens of a block, [E_b], from a column [m, 1]."""
         if self.gates["gamma"] is not None:
             return jnp.sum(self.gates["gamma"][self.i, :, block.place] * column, axis=0)
@@ -285,135 +246,5 @@ class BoundedSteps:
         return jnp.sum(jnp.where(token == place + block.place.start, column, 0.0), axis=0)
 
     @property
-    def _exact(self) -> gpu.Product:
-        return gpu.products(jnp.float32, self.interpret)
-
-
-@dataclasses.dataclass(frozen=True)
-class StepCotangents(BoundedSteps):
-    """The cotangents of the step sizes of one chunk, and what they add to those of the gradients' factors.
-
-    A term of a token's cotangent is as if another memory had been written with the gradient: `along` with the weights `columns`.
-
-    Attributes:
-      scratch: arrays for the results.
-    """
-
-    scratch: Scratch
-
-    def store_weights_cotangents(self, after: Sequence[Refs]) -> None:
-        """Of the weights of the gradients, from the cotangents `after` of the next W and S: their inner products with each."""
-        for block in self.blocks:
-            for place, x in enumerate(self._inner(block, after)):
-                self.scratch["of_columns"][place, block.place] = x
-
-    def store_solution_cotangents(self) -> None:
-        """Of the equations' right side, by which also that of L is known, and of the step sizes."""
-        sizes = jnp.zeros((), jnp.float32)
-        for part in range(1 + self.chunk.momentum):
-            sizes = sizes - self._at_end(part)[:, None] * self._over_window(self.scratch["of_columns"], part)
-        solved = self.solved["solution"][self.i][:, None]
-        of = equations(self._known, self._windowed())
-        (d,) = jax.vjp(functools.partial(steps, of), solved)[1](sizes)
-        self.scratch["of_solution"][0, :] = jnp.sum(self._substituted_transposed(d), axis=1)
-        self.scratch["of_solution"][1, :] = jnp.sum(sizes, axis=1)
-
-    def _substituted_transposed(self, d: jax.Array) -> jax.Array:
-        """(I + L)⁻ᵀ d, a column, from the last token to the first."""
-        d = jnp.sum(d, axis=1)
-        place = jax.lax.iota(jnp.int32, d.shape[0])
-
-        def step(t: Index, rest: jax.Array) -> jax.Array:
-            last = d.shape[0] - 1 - t
-            value = jnp.sum(jnp.where(place == last, rest, 0.0), axis=0)
-            return rest - value * self.solved["lower"][self.i, last, :]
-
-        return jax.lax.fori_loop(0, d.shape[0], step, d)[:, None]
-
-    def _system_cotangents(self) -> Windowed:
-        """Of the windowed gradients, with that of the Gram matrix plus its transpose."""
-        right, sizes = (self.scratch["of_solution"][place, :][:, None] for place in range(2))
-        solved = self.solved["solution"][self.i]
-        found = functools.partial(equations, self._known)
-        of, pullback = jax.vjp(found, self._windowed())
-        (d,) = jax.vjp(lambda of: steps(of, solved[:, None]), of)[1](sizes)
-        (d,) = pullback(d._replace(lower=-right * solved[None, :], right=right))
-        return d._replace(gram=d.gram + d.gram.T)
-
-    def store_system_cotangents(self) -> None:
-        """Of the windowed gradients, and in place of the weights' cotangents those of the tokens' own."""
-        of = self._system_cotangents()
-        for block in self.blocks:
-            for place, x in enumerate(x for x in of[1:] if x is not None):
-                self.scratch["of_columns"][place, block.place] = self._of_tokens(x, block)
-        self.scratch["of_gram" if self.gates["gamma"] is None else "of_windowed"][...] = of.gram
-
-    def store_of_gram(self) -> None:
-        """Γᵀ D Γ, from D of the windowed gradients' Gram matrix."""
-        gamma, windowed, of_gram, i = self.gates["gamma"], self.scratch["of_windowed"], self.scratch["of_gram"], self.i
-        if gamma is None:
-            return
-        m, exact = gamma.shape[1], self._exact
-
-        def columns(of: Slice, _: None) -> None:
-            half = lambda at, y: y + exact(windowed[:, at], gamma[i, at, of], 1, 0)
-            right = self._over_tiles(half, jnp.zeros((m, LEAST), jnp.float32), m)
-
-            def rows(at: Slice, _: None) -> None:
-                of_gram[at, of] = exact(gamma[i, :, at], right, 0, 0)
-
-            self._over_tiles(rows, None)
-
-        self._over_tiles(columns, None)
-
-    def store_of_factors(self) -> None:
-        """What the Gram matrix adds to the cotangents of the factors of a hidden layer: a sum over the factors of all tokens."""
-        for block, target in zip(self.blocks, self.scratch["of_factors"]):
-            for number, other in enumerate(self.blocks if target else ()):
-                if number:
-                    barrier(self.interpret)
-                self._add_factors(block, other, target, first=number == 0)
-
-    def _add_factors(self, block: ScratchBlock, other: ScratchBlock, target: Refs, *, first: bool) -> None:
-        """The sum over the factors of `other`. first: stores and does not add."""
-        dot, outer = self.step.dot, self.step.layers.outer
-        pair = self.scratch["of_gram"][block.place, other.place]
-        by_outer = pair * dot(block.g[...], other.g[...], 1, 1)
-        by_keys = pair * dot(block.k, other.k, 1, 1)
-
-        def tile(j: Index, _: None) -> None:
-            w = self.step.load(self.before[0], self.i, j)
-            h, left = self.step.gradients(other, other.g[...], w, j)
-            at = slice(None), self.step.columns(j)
-            found = {outer: dot(by_outer, h, 1, 0)} | {name: dot(by_keys, x, 1, 0) for name, x in left.items()}
-            for name, x in found.items():
-                target[name][at] = x if first else x + target[name][at]
-
-        self.step.tiles(tile, None)
-
-    def store_of_outer(self) -> None:
-        """What the Gram matrix adds to the cotangent of g: a sum over the g of all tokens."""
-        for block, target in zip(self.blocks, self.scratch["of_outer"]):
-            total = jnp.zeros(target.shape, jnp.float32)
-            for other in self.blocks:
-                hidden = self.solved["hidden"][self.i, block.place, other.place]
-                pair = self.scratch["of_gram"][block.place, other.place] * hidden
-                total = total + self.step.dot(pair, other.g[...], 1, 0)
-            target[...] = total
-
-    def of_outer(self, block: ScratchBlock) -> jax.Array:
-        """What `store_of_outer` found."""
-        return self.scratch["of_outer"][self.blocks.index(block)][...]
-
-    def of_factor(self, block: ScratchBlock, name: str, j: Index) -> jax.Array:
-        """What `store_of_factors` found for a tile of a weight's factor."""
-        return self.scratch["of_factors"][self.blocks.index(block)][name][:, self.step.columns(j)]
-
-    def columns(self, block: ScratchBlock) -> list[jax.Array]:
-        """The cotangents of ⟨∇, M_0⟩ and ⟨∇, S_0⟩, in the order of `along`: columns [E_b, 1]."""
-        return [self.scratch["of_columns"][place, block.place][:, None] for place in range(1, 1 + len(self.along))]
-
-    def of_decrease(self, block: ScratchBlock, out: jax.Array) -> jax.Array:
-        """The cotangent of W_outer h from that of the decrease."""
-        pullback = jax.vjp(functools.partial(self.step.decrease, block), out)[1]
-        return pullback(self.scratch["of_columns"][0, block.place])[0]
+    def exact(self) -> gpu.Product:
+        return gpu.products(jnp.float32, self.settings.interpret)

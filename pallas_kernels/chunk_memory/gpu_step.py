@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, TypedDict, TypeVar
+from typing import Any, NamedTuple, TypedDict, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -106,7 +106,7 @@ class Layers:
 
 
 def rows_call(
-    kernel: Callable[[Any, Any], None], inputs: Any, outputs: Any, *, warps: int, interpret: Interpret
+    kernel: Callable[[Any, Any], None], inputs: Any, outputs: Any, name: str, *, warps: int, interpret: Interpret
 ) -> Any:
     """A kernel with one program per row. inputs: a tree of [rows, …]; outputs: the tree of shapes of one row."""
     leaves, tree = jax.tree.flatten(inputs)
@@ -130,7 +130,7 @@ def rows_call(
                 in_specs=[spec(x.shape[1:]) for x in arrays],
                 out_specs=[spec(x.shape) for x in shapes],
                 out_shape=[jax.ShapeDtypeStruct((rows, *x.shape), x.dtype) for x in shapes],
-                name=kernel.__name__,
+                name=name,
             )(*arrays)
         )
 
@@ -329,22 +329,36 @@ def narrow(channels: int, dtype: jax.typing.DTypeLike) -> bool:
     return channels <= 64 and jnp.dtype(dtype) == jnp.bfloat16
 
 
-def settings(
-    chunk: MemoryChunk,
-    limits: tuple[float, ...] | None,
-    carry: Arrays,
-    dtype: jax.typing.DTypeLike,
-    interpret: Interpret,
-) -> tuple[Step, Callable[[Sequence[X]], list[dict[str, X]]]]:
-    """The operations for a carry (its arrays' last axes count), and the function that names the arrays of a carry."""
-    layers = Layers.of(chunk.structure)
-    assert layers is not None
-    width = carry[chunk.names.index(layers.outer)].shape[-1]
-    by_name = None if limits is None else dict(zip(chunk.names, limits))
-    step = Step(layers, chunk.objective, gpu.products(dtype, interpret), width // _TILE, by_name)
-    size = len(chunk.names)
-    named = lambda carry: [dict(zip(chunk.names, carry[at : at + size])) for at in range(0, len(carry), size)]
-    return step, named
+class Settings(NamedTuple):
+    """What is static in both kernels.
+
+    Attributes:
+      chunk, limits, interpret: as in `gpu.memory_scan`.
+      dtype: dtype of the tokens, which determines the precision of products.
+    """
+
+    chunk: MemoryChunk
+    limits: tuple[float, ...] | None
+    interpret: Interpret
+    dtype: jax.typing.DTypeLike
+
+    def step(self, carry: Arrays) -> Step:
+        """The operations for a carry, of which the arrays' last axes count."""
+        layers = Layers.of(self.chunk.structure)
+        assert layers is not None
+        width = carry[self.chunk.names.index(layers.outer)].shape[-1]
+        limits = None if self.limits is None else dict(zip(self.chunk.names, self.limits))
+        dot = gpu.products(self.dtype, self.interpret)
+        return Step(layers, self.chunk.objective, dot, width // _TILE, limits)
+
+    def named(self, carry: Sequence[X]) -> list[dict[str, X]]:
+        """A carry's arrays by name: the weights, then the momenta if there are any."""
+        names = self.chunk.names
+        return [dict(zip(names, carry[at : at + len(names)])) for at in range(0, len(carry), len(names))]
+
+    def flat(self, parts: Sequence[dict[str, X]]) -> tuple[X, ...]:
+        """The inverse of `named`."""
+        return tuple(part[name] for part in parts for name in self.chunk.names)
 
 
 def copy(step: Step, source: Refs, at: Index, target: Refs, to: Index) -> None:
