@@ -6,6 +6,7 @@ of its rows. The position of a reader is where its current group of rows begins,
 """
 
 import concurrent.futures
+import dataclasses
 import functools
 from typing import Protocol
 
@@ -15,7 +16,7 @@ import numpy as np
 from atlasjax.data.documents import Documents
 from atlasjax.data.mixture import Order
 from atlasjax.data.pieces import encode_text
-from atlasjax.data.token_rows import TokenRows
+from atlasjax.data.token_rows import RowConfig, TokenRows
 from atlasjax.data.tokenizers import Tokenizer
 from atlasjax.data.windows import Batch, token_dtype
 
@@ -199,17 +200,7 @@ class _ReadersIterator(grain.DatasetIterator):
 
 
 def packed_documents(
-    documents: Documents,
-    tokenizer: Tokenizer,
-    *,
-    sequence_length: int,
-    max_segments: int,
-    batch_size: int,
-    rows: slice,
-    shuffle_seed: int | None,
-    repeat: bool,
-    num_threads: int,
-    sized: bool = False,
+    documents: Documents, tokenizer: Tokenizer, config: RowConfig, *, repeat: bool, num_threads: int
 ) -> grain.IterDataset:
     """Some rows of batches of packed documents, as in `TokenRows`.
 
@@ -218,16 +209,13 @@ def packed_documents(
 
     Args:
       documents: what to pack. Empty documents are dropped.
-      batch_size: number of rows per batch, over all processes.
-      rows: which of these rows to return.
-      shuffle_seed: seed of the shuffling. None keeps the order.
+      config: the form of the rows.
       repeat: whether to repeat forever, shuffled differently in every epoch.
       num_threads: number of threads that read and tokenize ahead.
-      sized: whether batches have the bytes of each target.
     """
-    count = num_readers(documents, batch_size) if repeat else 1
-    size = batch_size // count
-    first, last, _ = rows.indices(batch_size)
+    count = num_readers(documents, config.batch_size) if repeat else 1
+    size = config.batch_size // count
+    first, last, _ = config.rows.indices(config.batch_size)
     mine = [number for number in range(count) if number * size < last and (number + 1) * size > first]
     # One pool for all readers of the process: they wait for one another at every batch.
     threads = concurrent.futures.ThreadPoolExecutor(num_threads) if num_threads else None
@@ -235,21 +223,12 @@ def packed_documents(
     for number in mine:
         order: ReadingOrder
         if documents.block_offsets is None:
-            order = Dealt(Order((len(documents),), None, shuffle_seed, repeat=repeat), number, count)
+            order = Dealt(Order((len(documents),), None, config.seed, repeat=repeat), number, count)
         else:
             window = max(1, documents.blocks_in_memory // count)
-            order = DealtBlocks(
-                documents.block_offsets, window, shuffle_seed, repeat=repeat, number=number, count=count
-            )
+            order = DealtBlocks(documents.block_offsets, window, config.seed, repeat=repeat, number=number, count=count)
         ahead = max(1, _AHEAD * num_threads // len(mine))
-        found[number] = TokenRows(
-            TextTokens(documents, order, tokenizer, threads, ahead, sized=sized),
-            sequence_length=sequence_length,
-            max_segments=max_segments,
-            batch_size=size,
-            rows=slice(max(0, first - number * size), min(size, last - number * size)),
-            seed=shuffle_seed,
-            least_rows=_LEAST_ROWS,
-            sized=sized,
-        )
+        tokens = TextTokens(documents, order, tokenizer, threads, ahead, sized=config.sized)
+        rows = slice(max(0, first - number * size), min(size, last - number * size))
+        found[number] = TokenRows(tokens, dataclasses.replace(config, batch_size=size, rows=rows), _LEAST_ROWS)
     return Readers(found)

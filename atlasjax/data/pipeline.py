@@ -17,7 +17,7 @@ from atlasjax.data.packing import num_readers, packed_documents
 from atlasjax.data.prepared import identity as prepared_identity
 from atlasjax.data.prepared import open_prepared
 from atlasjax.data.sources import load_documents
-from atlasjax.data.token_rows import PreparedDocuments, TokenRows
+from atlasjax.data.token_rows import PreparedDocuments, RowConfig, TokenRows
 from atlasjax.data.tokenizers import Tokenizer
 from atlasjax.data.windows import Batch, SizedTokens, TokenStream, Windows, token_stream
 
@@ -225,11 +225,12 @@ class _Asked:
         """Seed of the shuffling. None keeps the order."""
         return self.config.seed if self.config.shuffle and self.split == "train" else None
 
-    @property
-    def rows(self) -> slice:
-        """The rows of a global batch that this process has."""
-        local = self.config.batch_size // self.process_count
-        return slice(self.process_index * local, (self.process_index + 1) * local)
+    def rows(self, sized: bool) -> RowConfig:
+        """Packed rows, those of this process."""
+        config = self.config
+        local = config.batch_size // self.process_count
+        mine = slice(self.process_index * local, (self.process_index + 1) * local)
+        return RowConfig(config.sequence_length, config.max_segments, config.batch_size, mine, self.seed, sized)
 
     def identity(self, **more: object) -> dict[str, object]:
         """The settings that a saved position must match."""
@@ -263,13 +264,7 @@ def _prepared(asked: _Asked) -> Pipeline:
             [weight * count / len(stream) for weight, count, stream in zip(weights, counts, streams)]
         )
     dataset: grain.IterDataset = TokenRows(
-        PreparedDocuments(joined, Order(counts, weights, asked.seed, repeat=asked.repeat)),
-        sequence_length=config.sequence_length,
-        max_segments=config.max_segments,
-        batch_size=config.batch_size,
-        rows=asked.rows,
-        seed=asked.seed,
-        sized=joined.is_sized,
+        PreparedDocuments(joined, Order(counts, weights, asked.seed, repeat=asked.repeat)), asked.rows(joined.is_sized)
     )
     if config.num_threads:
         dataset = grain.experimental.ThreadPrefetchIterDataset(dataset, prefetch_buffer_size=2)
@@ -316,16 +311,6 @@ def _documents(asked: _Asked, documents: Documents) -> Pipeline:
         identity["readers"] = num_readers(documents, config.batch_size)
     if not any(in_order(documents)):  # stops at the first non-empty document
         raise ValueError(f"All {len(documents)} documents of the {asked.split} split are empty.")
-    dataset = packed_documents(
-        documents,
-        asked.tokenizer,
-        sequence_length=config.sequence_length,
-        max_segments=config.max_segments,
-        batch_size=config.batch_size,
-        rows=asked.rows,
-        shuffle_seed=asked.seed,
-        repeat=asked.repeat,
-        num_threads=config.num_threads,
-        sized=asked.is_sized,
-    )
+    rows = asked.rows(asked.is_sized)
+    dataset = packed_documents(documents, asked.tokenizer, rows, repeat=asked.repeat, num_threads=config.num_threads)
     return Pipeline(asked.split, config.max_segments, None, None, dataset, identity)

@@ -4,6 +4,7 @@ Which documents share a row depends only on their order and their lengths. So th
 for any number of processes that share out the rows.
 """
 
+import dataclasses
 from typing import Any, Protocol
 
 import grain
@@ -47,6 +48,27 @@ class PreparedDocuments:
         return self._files[document + start : document + stop]
 
 
+@dataclasses.dataclass(frozen=True)
+class RowConfig:
+    """The form of packed rows, and the rows of a process.
+
+    Attributes:
+      sequence_length: T.
+      max_segments: maximum number of segments in a row; padding counts as one.
+      batch_size: rows per batch, over all processes.
+      rows: which of these rows to return.
+      seed: seed of the shuffling. None keeps the order.
+      sized: whether batches have the bytes of each target; the tokens of documents come with their bytes then.
+    """
+
+    sequence_length: int
+    max_segments: int
+    batch_size: int
+    rows: slice
+    seed: int | None = None
+    sized: bool = False
+
+
 class TokenRows(grain.IterDataset):
     """Batches of packed rows for one process.
 
@@ -61,31 +83,14 @@ class TokenRows(grain.IterDataset):
 
     Args:
       documents: the documents in the order in which they are taken.
-      sequence_length: T.
-      max_segments: maximum number of segments in a row; padding counts as one.
-      batch_size: rows per batch, over all processes.
-      rows: which of these rows to return.
+      config: the form of the rows.
       least_rows: rows that are filled at the same time, at least.
-      seed: seed for shuffling rows. None keeps their order.
-      sized: whether the tokens of documents come with their bytes.
     """
 
-    def __init__(
-        self,
-        documents: TokenDocuments,
-        *,
-        sequence_length: int,
-        max_segments: int,
-        batch_size: int,
-        rows: slice,
-        seed: int | None,
-        least_rows: int = LEAST_ROWS,
-        sized: bool = False,
-    ):
+    def __init__(self, documents: TokenDocuments, config: RowConfig, least_rows: int = LEAST_ROWS):
         super().__init__()
-        self._documents, self._length, self._batch_size = documents, sequence_length, batch_size
-        self._group_size = batch_size * -(-least_rows // batch_size)
-        self._most, self._mine, self._seed, self._sized = max_segments - 1, rows, seed, sized
+        self._documents, self.config = documents, config
+        self._group_size = config.batch_size * -(-least_rows // config.batch_size)
 
     def __iter__(self) -> "_TokenRowsIterator":
         return _TokenRowsIterator(self)
@@ -96,36 +101,37 @@ class TokenRows(grain.IterDataset):
         Returns:
           The pieces of each row, [] for padding after the last document; and the place and offset of the next group.
         """
-        size = self._group_size
+        size, longest = self._group_size, self.config.sequence_length
         first = (place, offset)
         rows: list[list[_Piece]] = [[] for _ in range(size)]
-        room = np.full(size, self._length)
+        room = np.full(size, longest)
         while (found := self._documents.document(place)) is not None:
             document, end = found
             while offset < end:
-                length = min(self._length, end - offset)
+                length = min(longest, end - offset)
                 row = int((room >= length).argmax())
                 if room[row] < length:
                     return self._shuffled(rows, first), place, offset
                 rows[row].append((document, offset, offset + length, end))
                 # A row with as many segments as it may have is full, whatever room it has left.
-                room[row] = room[row] - length if len(rows[row]) < self._most else 0
+                room[row] = room[row] - length if len(rows[row]) < self.config.max_segments - 1 else 0
                 offset += length
             place, offset = place + 1, 0
         rows = [row for row in rows if row]
         rows = self._shuffled(rows, first)
-        return rows + [[]] * (-len(rows) % self._batch_size), place, offset
+        return rows + [[]] * (-len(rows) % self.config.batch_size), place, offset
 
     def _shuffled(self, rows: list[list[_Piece]], first: tuple[int, int]) -> list[list[_Piece]]:
-        if self._seed is None:
+        if self.config.seed is None:
             return rows
-        return [rows[i] for i in np.random.default_rng((self._seed, *first)).permutation(len(rows))]
+        return [rows[i] for i in np.random.default_rng((self.config.seed, *first)).permutation(len(rows))]
 
     def rows(self, group: list[list[_Piece]], index: int) -> Batch:
         """This process's rows of batch `index` of a group."""
-        mine = group[index * self._batch_size : (index + 1) * self._batch_size][self._mine]
-        shape = (len(mine), self._length)
-        names = ("inputs", "targets", "segment_ids", *(("bytes",) if self._sized else ()))
+        config = self.config
+        mine = group[index * config.batch_size : (index + 1) * config.batch_size][config.rows]
+        shape = (len(mine), config.sequence_length)
+        names = ("inputs", "targets", "segment_ids", *(("bytes",) if config.sized else ()))
         batch = {name: np.zeros(shape, np.int32) for name in names}
         weights = np.zeros(shape, np.float32)
         for i, row in enumerate(mine):
@@ -138,7 +144,7 @@ class TokenRows(grain.IterDataset):
                 batch["targets"][i, at : at + targets] = tokens[1:]
                 batch["segment_ids"][i, at : at + length] = segment
                 weights[i, at : at + targets] = 1
-                if self._sized:
+                if config.sized:
                     batch["bytes"][i, at : at + targets] = sizes[0][1:]
                 at += length
         return {**batch, "weights": weights}
@@ -157,7 +163,7 @@ class _TokenRowsIterator(grain.DatasetIterator):
             raise StopIteration
         batch = self._dataset.rows(rows, self._batch)
         self._found, self._batch = (rows, place, offset), self._batch + 1
-        if self._batch * self._dataset._batch_size == len(rows):
+        if self._batch * self._dataset.config.batch_size == len(rows):
             self.set_state({"place": place, "offset": offset, "batch": 0})
         return batch
 

@@ -13,6 +13,7 @@ from atlasjax.data.documents import TextDocuments
 from atlasjax.data.mixture import Order
 from atlasjax.data.packing import Dealt, DealtBlocks, packed_documents
 from atlasjax.data.preparation import prepare
+from atlasjax.data.token_rows import RowConfig
 from atlasjax.data.tokenizers import ByteTokenizer
 
 BYTE = ByteTokenizer()
@@ -57,8 +58,8 @@ def check_packing(texts, batches, length, max_segments):
 
 def pack(texts, length, max_segments, batch_size, seed=None):
     return list(packed_documents(
-        TextDocuments(texts), BYTE, sequence_length=length, max_segments=max_segments, batch_size=batch_size,
-        rows=slice(batch_size), shuffle_seed=seed, repeat=False, num_threads=0,
+        TextDocuments(texts), BYTE, RowConfig(length, max_segments, batch_size, slice(batch_size), seed), repeat=False,
+        num_threads=0,
     ))  # fmt: skip
 
 
@@ -195,11 +196,6 @@ def test_parquet_reads_every_row_group_once_per_epoch(parquet_folder, monkeypatc
 
     monkeypatch.setattr("atlasjax.data.parquet._MAX_BLOCKS", 3)
     documents = ParquetDocuments([str(parquet_folder)], "text")
-    read = list(
-        packed_documents(
-            documents, BYTE, sequence_length=400, max_segments=4, batch_size=3, rows=slice(3), shuffle_seed=0,
-            repeat=False, num_threads=0,
-        )
-    )  # fmt: skip
+    read = list(packed_documents(documents, BYTE, RowConfig(400, 4, 3, slice(3), seed=0), repeat=False, num_threads=0))
     assert sorted(first_words(read)) == list(range(90))
     assert documents._read.cache_info().misses == 14
