@@ -1,4 +1,4 @@
-"""What the commands of the experiments share: loops over missing rows, what they print on the way, plans of large sizes."""
+"""The common parts of the commands: options, loops over missing rows, progress, plans of large sizes."""
 
 import argparse
 import dataclasses
@@ -125,7 +125,7 @@ def measure_each(
       measure: key → its row. A FloatingPointError, of a model that diverged, does not stop the others.
 
     Returns:
-      What was printed of those that diverged.
+      The names, as they were printed, of the models that diverged.
     """
     failed = []
     for number, (key, told) in enumerate(todo.items(), 1):
@@ -143,7 +143,7 @@ def measure_each(
 
 
 def forward_flops(config: ModelConfig, length: int) -> tuple[int, int]:
-    """Of the layers for one sequence, and of the head for one token."""
+    """FLOPs of the layers for one sequence, and of the head for one token."""
     graphdef, params = nnx.split(abstract_model(config), nnx.Param)
     tokens, hidden = jax.ShapeDtypeStruct((1, length), jnp.int32), jax.ShapeDtypeStruct((1, config.dim), config.dtype)
     body = count_flops(lambda p, x: nnx.merge(graphdef, p).hidden(x), params, tokens)

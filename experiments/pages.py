@@ -1,4 +1,4 @@
-"""What is made of rows: figures, and pages with a figure beside them."""
+"""Figures, and pages with a figure beside them, made from rows."""
 
 import pathlib
 from collections.abc import Callable

@@ -108,7 +108,7 @@ def jax_program(case: Case, engine: str) -> Program:
 
 
 def computed(case: Case, engine: str) -> Case:
-    """What an engine computes for a case. Attention has no use for a rule: one check and program for all operations."""
+    """The function of an engine for a case. Attention has no use for a rule: one check and program for all operations."""
     return dataclasses.replace(case, operation="delta_rule") if engine.startswith("attention") else case
 
 

@@ -82,7 +82,7 @@ def run(preset: str, length: int) -> dict:
 
 
 def in_child(*arguments: str, minutes: float | None = None) -> dict | int | str:
-    """What this file prints for some arguments; the last line of its messages if it fails."""
+    """The output of this file for some arguments; the last line of its messages if it fails."""
     command = [sys.executable, "-m", "experiments.benchmarks.longest_sequence", *arguments]
     try:
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""What Newton–Schulz inside a memory costs on this machine: Atlas compared with its twin without it, against `every`.
+"""The cost of Newton–Schulz inside a memory on this machine: Atlas compared with its twin without it, against `every`.
 
     python experiments/benchmarks/muon_cpu.py                          # adds rows that are missing to muon_cpu.jsonl
     python experiments/benchmarks/muon_cpu.py --tree ../before         # the same, with the times of another checkout next to it

@@ -282,7 +282,7 @@ def main() -> None:
 
     if "fla" in late:  # compiling its many variants would take the time of all others
         kernels += ["--engines", *(name for name in ENGINES if name != "fla")]
-    # What did not end well may break the device for what comes after it in the same process.
+    # A part that failed may break the device for those after it in the same process.
     ready = {dim: [name for name in OPERATIONS if f"{name} {dim}" not in late] for dim in DIMS}
     if small:
         ready = {dim: names[2:4] for dim, names in ready.items()}

@@ -57,7 +57,7 @@ class Gated(Deep):
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """What a memory is, without its size.
+    """A memory without its size.
 
     Attributes:
       depth: matrices on the way from a key to a value; 1 is a matrix memory.
@@ -261,7 +261,7 @@ def rates(spec: Memory, shape: Shape) -> list[dict[str, float]]:
 
 
 def connector(shape: Shape, q: jax.Array, size: jax.Array) -> jax.Array | None:
-    """What the caching of a memory weighs its memories by, where it does. q: [..., key_dim] → [..., channels].
+    """The features by which the caching of a memory weighs its memories, where it does. q: [..., key_dim] → [..., channels].
 
     Memory Caching: u = size · q, so that a gate depends on the inner product of the query and a segment's mean key. Log-Linear
     memories: the weight of level j is size^j.

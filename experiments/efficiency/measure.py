@@ -46,7 +46,7 @@ class Recipe:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What is timed.
+    """A call that is timed.
 
     Attributes:
       run: does it once and waits. None: it needs too much memory.

@@ -1,4 +1,4 @@
-"""What counting bytes gives on the held-out text of each experiment: the loss that a language model has to beat.
+"""The loss of counting bytes on the held-out text of each experiment, the one that a language model has to beat.
 
     python -m experiments.evidence.counting      # writes results/counting.jsonl in seconds; needs the texts of --texts-dir
 

@@ -40,7 +40,7 @@ EXPERIMENTS = {
 
 @dataclasses.dataclass(frozen=True)
 class Direction:
-    """What a paper claims.
+    """A claim of a paper.
 
     Attributes:
       name: the claim.

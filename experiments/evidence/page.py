@@ -14,7 +14,7 @@ DEPENDS = "depends on the setting"
 
 
 def verdict(lines: list[Line]) -> str:
-    """Of a direction: that of its decided lines if they agree, "in part" if others have enough seeds and decide nothing."""
+    """The verdict of the decided lines if they agree, "in part" if others have enough seeds and decide nothing."""
     if not lines:
         return "not run"
     decided = {line.verdict for line in lines} & {"reproduced", "refuted here"}
@@ -65,7 +65,7 @@ def _link(number: int) -> str:
 
 
 def commands() -> str:
-    """What measures the rows of each experiment."""
+    """The commands that measure the rows of each experiment."""
     return "\n".join(["```sh", *(command for command, _ in EXPERIMENTS.values()), "```", ""])
 
 
@@ -127,7 +127,7 @@ def _counted(lines: list[Line]) -> str:
 
 
 def _power(lines: list[Line]) -> str:
-    """What would decide the undecided lines: the seeds for their own spread, or for a borrowed one."""
+    """The seeds that would decide the undecided lines, by their own spread or by a borrowed one."""
     own, alone = [], []
     for line in lines:
         found = line.comparison

@@ -175,7 +175,7 @@ def recall(pairs: Iterable[tuple[str, str]]) -> list[Line]:
 
 
 def mad() -> list[Line]:
-    """What Atlas beats on MAD's tasks by ATLAS Table 4: macro accuracy, each at its best learning rate."""
+    """The models that Atlas beats on MAD's tasks by ATLAS Table 4: macro accuracy, each at its best learning rate."""
     found = list(rows("mad/results/small.jsonl"))
     lines = []
     for order in orders(found, "ATLAS, Table 4"):

@@ -249,7 +249,7 @@ def _ready(call: Callable[[Any], Any], value: Any) -> Any:
 
 
 class _Tokens:
-    """As much of a tokenizer as a server's slots need."""
+    """The part of a tokenizer that a server's slots need."""
 
     vocab_size = 300
 

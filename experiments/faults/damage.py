@@ -1,4 +1,4 @@
-"""What can happen to a file."""
+"""The ways in which a file can be damaged."""
 
 import json
 import pathlib

@@ -18,10 +18,10 @@ from experiments.faults.run import Case, Slow, WrongError
 
 B, T, H = 1, 24, 2
 DTYPES = ("float32", "bfloat16", "float16")
-# As `tests/memory/test_engine.py`: relative to the largest output, without and with Newton–Schulz, which multiplies rounding.
+# From `tests/memory/test_engine.py`: relative to the largest output, without and with Newton–Schulz, which multiplies rounding.
 _TOLERANCE = {"float32": (2e-5, 2e-3), "bfloat16": (4e-2, 1e-1), "float16": (4e-2, 1e-1)}
 
-# As the tests: nearly all the time goes to LLVM's optimizations.
+# Switched off, as for the tests: nearly all the time goes to LLVM's optimizations.
 QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 Arrays = dict[str, np.ndarray]
@@ -94,7 +94,7 @@ def _inputs(rule: Any, dtype: str, hard: str, seed: int) -> tuple[Any, tuple[jax
 
 
 def _full(x: np.ndarray) -> np.ndarray:
-    """As long as the other inputs, for the same program: later tokens change nothing before them."""
+    """Inputs made as long as the others, for the same program: later tokens change nothing before them."""
     return np.pad(x, [(0, 0), (0, T - x.shape[1]), *[(0, 0)] * (x.ndim - 2)])
 
 

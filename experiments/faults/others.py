@@ -108,7 +108,7 @@ def _scan(folder: pathlib.Path, plain: Callable[[], np.ndarray], harm: Callable[
 
 
 def _written(folder: pathlib.Path, name: str) -> str:
-    """What a link points to stays as it is."""
+    """The file that a link points to stays as it is."""
     damage.gone(folder / "cache")
     (folder / "cache").mkdir()
     precious = folder / "precious"

@@ -50,7 +50,7 @@ def mean(row: Row, length: int, start: int, stop: int) -> float:
 
 
 def places(length: int) -> dict[str, Value]:
-    """What is compared, for a length of training: the whole context, its end, its end less its beginning, and what is beyond it."""
+    """The compared parts, for a length of training: the whole context, its end, its end less its beginning, and all beyond it."""
     end = lambda row: mean(row, length, length - length // 4, length)
     start = lambda row: mean(row, length, 0, length // 4)
     return {

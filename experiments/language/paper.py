@@ -20,7 +20,7 @@ def runs() -> Iterator[tuple[str, str, str]]:
 
 
 def plan() -> str:
-    """What the runs take, in parameters, tokens and FLOPs, and the commands."""
+    """The cost of the runs, in parameters, tokens and FLOPs, and the commands."""
     test = "--tasks perplexity_by_position sliding_window_perplexity --lengths 4k 8k 16k --samples 100"
     return "\n".join(
         [

@@ -107,7 +107,7 @@ def measure(task: str, name: str, recipe: Recipe, runs: list[tuple[int, float]],
 
 
 def plan(tasks: list[str], models: list[str], recipe: Recipe, runs: int, out: str, seeds: int) -> str:
-    """What the runs would take: parameters, floats of state and training FLOPs (three times the forward pass)."""
+    """The cost of the runs: parameters, floats of state and training FLOPs (three times the forward pass)."""
     lines = [
         f"{len(models)} models × {len(tasks)} tasks × {runs} runs (seeds × rates × decays) = "
         f"{len(models) * len(tasks) * runs:,} runs of up to {recipe.steps:,} steps of {recipe.batch_size} sequences.",

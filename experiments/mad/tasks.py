@@ -109,7 +109,7 @@ def _in_context_recall(task: Task, n: int, rng: np.random.Generator, training: b
 
 
 def _fuzzy(task: Task, n: int, rng: np.random.Generator, training: bool, _: np.random.Generator) -> Arrays:
-    """As in-context recall, but keys and values are 1 to `motif` different tokens; in tests keys have exactly `motif`.
+    """In-context recall whose keys and values are 1 to `motif` different tokens; in tests keys have exactly `motif`.
 
     Sequences are padded on the left.
     """

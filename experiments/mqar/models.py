@@ -16,7 +16,7 @@ WINDOW = 16  # tokens that local attention sees
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """What a model's two mixers are.
+    """The two mixers of a model.
 
     Attributes:
       mixers: their names, in order.

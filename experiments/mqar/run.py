@@ -173,7 +173,7 @@ def measure(
 def plan(
     size: str, names: list[str], widths: list[int], rates: list[float], seeds: int, recipe: Recipe, out: str
 ) -> str:
-    """What the runs would take: parameters, floats of state and training FLOPs (three times the forward pass)."""
+    """The cost of the runs: parameters, floats of state and training FLOPs (three times the forward pass)."""
     tokens, queries = recipe.shown()
     again = f"python -m experiments.mqar.run --size {size} --go --widths {' '.join(map(str, widths))} --seeds {seeds}"
     lines = [

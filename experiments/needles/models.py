@@ -35,7 +35,7 @@ MODELS = {
     "linear": "linear",
     "swa": "swa",
 }
-# What a trained model is tested with besides its own value.
+# Values with which a trained model is tested besides its own.
 WINDOWS = (2, 4, 8, 16)
 MUON_STEPS = (1, 2, 3, 5, 7)
 

@@ -136,7 +136,7 @@ def measure(name: str, recipe: Recipe, runs: list[tuple[int, float]], partial: p
     tests = {seed: recipe.tests(seed) for seed in {seed for seed, _ in runs}}
 
     def scores(network: Network, lengths: list[int]) -> list[Scores]:
-        """Of each run."""
+        """The scores of each run."""
         program: Measure = measurement(network, answered)
         found: list[Scores] = [{task: {} for task in TASKS} for _ in runs]
         for length in lengths:
@@ -173,7 +173,7 @@ def measure(name: str, recipe: Recipe, runs: list[tuple[int, float]], partial: p
 
 
 def plan(models: list[str], rates: list[float], seeds: int, recipe: Recipe, out: str) -> str:
-    """What the runs would take: parameters, floats of state and training FLOPs (three times the forward pass)."""
+    """The cost of the runs: parameters, floats of state and training FLOPs (three times the forward pass)."""
     longest = recipe.lengths[-1]
     tokens = recipe.steps * recipe.batch_size * recipe.length
     lines = [

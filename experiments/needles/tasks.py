@@ -34,7 +34,7 @@ _TEST_DOCUMENTS = 10  # every tenth document is for tests
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What a sequence says and asks.
+    """The statements and questions of a sequence.
 
     Attributes:
       statements: runs of tokens, in order, between which the haystack stands.

@@ -46,7 +46,7 @@ ROUNDINGS = 8  # other roundings of the parameters
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """What all rows have in common.
+    """The settings that all rows have in common.
 
     Attributes:
       seed: of parameters and tokens.

@@ -44,7 +44,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def fields(name: str) -> dict[str, Any]:
-    """What a model changes: a line of `MODELS`, or a rule or a mixer by name or as "package.module:object".
+    """The changes of a model: a line of `MODELS`, or a rule or a mixer by name or as "package.module:object".
 
     A rule may be followed by the size of its keys, which divides 64 and is 64 by default, and by an aggregation of cached memories:
     "titans", "delta_rule-16", "my_parts:my_rule-16-grm".

@@ -71,7 +71,7 @@ class Recipe:
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """What is trained.
+    """A model that is trained.
 
     Attributes:
       init: key → parameters.
@@ -127,7 +127,7 @@ def one_length(sequences: Sequences, order: np.ndarray, batch_size: int) -> Trai
 
 
 class Trainable(Protocol):
-    """What `train` needs of a recipe; `Recipe` has it."""
+    """The part of a recipe that `train` needs; `Recipe` has it."""
 
     steps: int
     batch_size: int
@@ -291,7 +291,7 @@ class _Batch(NamedTuple):
 
 
 def _batches(training: Training, begin: int, end: int, places: Sequence[int]) -> _Batch:
-    """Those of the steps from `begin` to `end`, all of one part; places: part → n."""
+    """The batches of the steps from `begin` to `end`, all of one part; places: part → n."""
     part = training.part[begin]
     tokens, labels = (array[training.rows[begin:end]] for array in training.parts[part])
     queries = np.zeros((end - begin, places[part]), np.int32)

@@ -128,7 +128,7 @@ def watch(config: Any, steps: pathlib.Path | None = None) -> dict[str, Any]:
         "steps": config.steps,
         "diverged_at": diverged,
         "unigram": round(unigram, 4),
-        # Of training losses after step 50, in nats per byte.
+        # From training losses after step 50, in nats per byte.
         "above_unigram": int(np.sum(np.asarray(losses[50:]) > unigram * math.log(2))),
         "largest_gradient_norm_over_median": round(float(np.nanmax(norms) / np.nanmedian(norms)), 1)
         if np.isfinite(norms).all()

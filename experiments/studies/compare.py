@@ -119,7 +119,7 @@ def compared(rows: list[Row]) -> list[Compared]:
 
 
 def _published(name: str, where: str, rate: float, what: str) -> float:
-    """What E Table 7 has of a model, in nats per token: the loss under noise, or its rise from that without noise."""
+    """The numbers of a model in E Table 7, in nats per token: the loss under noise, or its rise from that without noise."""
     clean, noised = _TABLE_7[name]
     perplexity = noised[where][RATES.index(rate)]
     return math.log(perplexity if what == "loss" else perplexity / clean)

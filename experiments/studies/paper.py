@@ -36,7 +36,7 @@ def runs() -> Iterator[tuple[str, str, str]]:
 
 
 def plan() -> str:
-    """What the runs take, in parameters, tokens and FLOPs, and a command for each."""
+    """The cost of the runs, in parameters, tokens and FLOPs, and a command for each."""
     return "\n".join(
         [
             *costs(runs()),

@@ -10,7 +10,7 @@ from tests.conftest import _collect_only_what_is_new, _free_compiled_programs  #
 
 @pytest.fixture
 def config_of_command(monkeypatch):
-    """What a printed `atlasjax train` would train: command → its configuration. No text and no run is opened."""
+    """Reads a printed `atlasjax train`: command → the configuration that it would train. No text and no run is opened."""
     from atlasjax import cli
 
     class Reached(BaseException):  # no error: the command reports those in a line

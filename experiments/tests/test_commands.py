@@ -57,7 +57,7 @@ def test_the_gpu_figure_is_written_to_out(tmp_path, arguments, monkeypatch):
 
 
 def test_no_circles_of_files():
-    """Those inside functions count, for they hide circles."""
+    """Imports inside functions count, for they hide circles."""
     graph = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts): set(files_imported(path))
         for path in (ROOT / "experiments").rglob("*.py")

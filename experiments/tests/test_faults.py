@@ -7,7 +7,7 @@ import pytest
 
 from experiments.faults import run
 
-# What is made before the first case of the others takes longer, and theirs compile more.
+# The other classes prepare longer before their first case, and their cases compile more.
 MOST = {
     "checkpoints": 6, "calls": 60, "texts": 40, "arrays": 12, "amounts": 8, "weights": 6, "hard": 3, "trust": 3, "others": 8,
     "server": 12, "folders": 1, "commands": 4, "versions": 3, "gradients": 1, "programs": 1, "processes": 1,

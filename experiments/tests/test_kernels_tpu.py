@@ -15,7 +15,7 @@ from experiments.benchmarks.kernel_cases import Case
 from experiments.rows import read_rows
 from pallas_kernels.newton_schulz import forms
 
-# Of a schedule by libtpu 0.0.42.1, which spells it so.
+# From a schedule by libtpu 0.0.42.1, in its spelling.
 UTILIZATION = """\
 == CAPACTIY:
 MXU, XLU, VALU, VPOP, EUP, VLOAD, VLOAD:FILL, VSTORE, VSTORE:SPILL, SALU
@@ -198,7 +198,7 @@ def row(case, **result):
 
 
 def rows():
-    """Of a forward and a backward kernel and of XLA, with round numbers."""
+    """Rows of a forward and a backward kernel and of XLA, with round numbers."""
     case = Case("chunk_memory", "mlp", 64, "bfloat16", "forward", "pallas_tpu")
     steps = 1024
     kernel = {
