@@ -57,7 +57,7 @@ PROOFS = {
 
 
 def default_cases(test: Callable[..., None]) -> dict[str, bool]:
-    """Case of a parametrized test → whether it runs without `-m slow`."""
+    """Case of a parametrized test → whether CI runs it."""
     marks = test.pytestmark  # type: ignore[attr-defined]
     slow = any(mark.name == "slow" for mark in marks)
     [cases] = [mark.args[1] for mark in marks if mark.name == "parametrize" and mark.args[0] == "name"]
@@ -69,7 +69,7 @@ def default_cases(test: Callable[..., None]) -> dict[str, bool]:
 
 
 def proofs(name: str) -> tuple[list[str], list[str]]:
-    """What is proven of a rule by default, and what only with `-m slow`."""
+    """What CI proves of a rule, and what only `pytest -m slow` does."""
     softmax = isinstance(rules.REGISTRY[name](), memory.SoftmaxRule)
     cases = _cases(f"tests/memory/{'softmax/' if softmax else ''}cases.py", "RULES")
     of_others = set(rules.REGISTRY) - {name}
@@ -78,14 +78,14 @@ def proofs(name: str) -> tuple[list[str], list[str]]:
         for case, value in cases.items()
         if case not in of_others and (name in (case, *_names(value)) or case.startswith(f"{name}_"))
     ]
-    by_default, if_slow = [], []
+    in_ci, if_slow = [], []
     for what, tests in PROOFS.items():
         module, _, function = tests[softmax].rpartition(".")
         runs = default_cases(getattr(importlib.import_module(f"tests.memory.{module}"), function))
         found = [runs[case] for case in own if case in runs]
         if found:
-            (by_default if any(found) else if_slow).append(what)
-    return by_default, if_slow
+            (in_ci if any(found) else if_slow).append(what)
+    return in_ci, if_slow
 
 
 def _names(node: ast.AST) -> set[str]:
@@ -140,7 +140,7 @@ def status_rules() -> str:
         return (f"`{name}`", *proven, *kernels, ", ".join(models) or "no")
 
     kernel_columns = (f"{label} kernel" for label in PLATFORMS.values())
-    head = ("rule", "proven by default", "with `-m slow`", *kernel_columns, "tiny model trained on")
+    head = ("rule", "proven in CI", "with `-m slow`", *kernel_columns, "tiny model trained on")
     return table(head, map(line, rules.REGISTRY))
 
 
