@@ -212,6 +212,37 @@ def fit(
     Returns:
       The parameters, each array with the runs as its first axis, and the losses [runs, steps] in nats per query.
     """
+    seeds, rates = zip(*runs, strict=True)
+    trainings = {seed: recipe.training(seed) for seed in set(seeds)}
+    peaks, parts = jnp.asarray(rates), len(trainings[seeds[0]].parts)
+    places = [max(_most_queries(training, part) for training in trainings.values()) for part in range(parts)]
+    start, advance = _programs(network, recipe, decay)
+    carry = jax.jit(jax.vmap(start))(jnp.asarray(seeds), peaks)
+    losses = np.full((len(runs), recipe.steps), np.nan, np.float32)
+    begin = 0
+    if partial is not None and partial.exists():
+        before, carry = _load(partial, carry)
+        begin = before.shape[1]
+        losses[:, :begin] = before
+    compiled = jax.jit(jax.vmap(advance), donate_argnums=0, compiler_options=_compiler_options())
+    kept = time.perf_counter()
+    while begin < recipe.steps:
+        # Neighboring batches may differ in length, and a scan over steps has one length.
+        end = min(begin + PIECE, recipe.steps) if parts == 1 else begin + 1
+        batches = {seed: _batches(training, begin, end, places) for seed, training in trainings.items()}
+        stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *(batches[seed] for seed in seeds))
+        carry, losses[:, begin:end] = compiled(carry, peaks, stacked)  # [runs, steps, …]
+        begin = end
+        if begin % PIECE == 0 or begin == recipe.steps:
+            say(begin, float(np.min(losses[:, max(begin - PIECE, 0) : begin].mean(1))))
+            if partial is not None and begin < recipe.steps and time.perf_counter() - kept > KEEP_SECONDS:
+                _save(partial, losses[:, :begin], carry)
+                kept = time.perf_counter()
+    return carry[0], losses
+
+
+def _programs(network: Network, recipe: Trainable, decay: float) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """One run's beginning, from its seed and rate, and some of its steps, from the carry, the rate and their batches."""
 
     def optimizer(rate: jax.Array) -> optax.GradientTransformation:
         schedule = lambda step: rate * 0.5 * (1 + jnp.cos(jnp.pi * step / recipe.steps))
@@ -242,32 +273,7 @@ def fit(
 
         return jax.lax.scan(step, carry, batches)
 
-    seeds, rates = zip(*runs, strict=True)
-    trainings = {seed: recipe.training(seed) for seed in set(seeds)}
-    peaks, parts = jnp.asarray(rates), len(trainings[seeds[0]].parts)
-    places = [max(_most_queries(training, part) for training in trainings.values()) for part in range(parts)]
-    carry = jax.jit(jax.vmap(start))(jnp.asarray(seeds), peaks)
-    losses = np.full((len(runs), recipe.steps), np.nan, np.float32)
-    begin = 0
-    if partial is not None and partial.exists():
-        before, carry = _load(partial, carry)
-        begin = before.shape[1]
-        losses[:, :begin] = before
-    compiled = jax.jit(jax.vmap(advance), donate_argnums=0, compiler_options=_compiler_options())
-    kept = time.perf_counter()
-    while begin < recipe.steps:
-        # Neighboring batches may differ in length, and a scan over steps has one length.
-        end = min(begin + PIECE, recipe.steps) if parts == 1 else begin + 1
-        batches = {seed: _batches(training, begin, end, places) for seed, training in trainings.items()}
-        stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *(batches[seed] for seed in seeds))
-        carry, losses[:, begin:end] = compiled(carry, peaks, stacked)  # [runs, steps, …]
-        begin = end
-        if begin % PIECE == 0 or begin == recipe.steps:
-            say(begin, float(np.min(losses[:, max(begin - PIECE, 0) : begin].mean(1))))
-            if partial is not None and begin < recipe.steps and time.perf_counter() - kept > KEEP_SECONDS:
-                _save(partial, losses[:, :begin], carry)
-                kept = time.perf_counter()
-    return carry[0], losses
+    return start, advance
 
 
 def partial_path(out: pathlib.Path, name: str, recipe: Any, runs: Sequence[tuple[int, float]]) -> pathlib.Path:
