@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from pallas_kernels.arguments import CONTINUES, EMPTY, Arrays, Interpret, Segmen
 from pallas_kernels.blocks import token_precision
 from pallas_kernels.chunk_memory import gpu, reference
 from pallas_kernels.chunk_memory.bound import windowed_floor
+from pallas_kernels.chunk_memory.call import Call, check, check_for_kernels
 from pallas_kernels.chunk_memory.chunk import MemoryChunk, Objective, Structure, tall, window_rows
 from pallas_kernels.chunk_memory.muon import MuonChunk, writes
 from pallas_kernels.chunk_program import Unroll
@@ -19,15 +21,12 @@ from pallas_kernels.layout import from_chunks, gates_to_chunks, to_chunks
 from pallas_kernels.newton_schulz.reference import Triple
 from pallas_kernels.varying import vary_like
 
-IMPLEMENTATIONS = ("pallas_tpu", "pallas_gpu", "reference")
-CHUNK_SIZES = (8, 16, 32, 64, 128, 256)
 # Heads of a program → bytes of one head's carry, and the same weighed by what a chunk needs beside it, at most.
 _MOST_TOGETHER = {8: (2**18, 2**18), 4: (3 * 2**17, 5 * 2**18), 2: (3 * 2**19, 13 * 2**19)}
 # Heads of a program → its chunks. The widest memories leave no vector memory for a second one.
 _UNROLL = {8: Unroll(4, 2), 4: Unroll(2, 2), 2: Unroll(2, 2), 1: Unroll()}
 # With a bound, for lack of registers, a second one would save nothing in the backward kernel of narrow memories.
 _UNROLL_BOUNDED = {**_UNROLL, 8: Unroll(4, 1)}
-_DTYPES = (jnp.float32, jnp.bfloat16)
 Weights = dict[str, Float[Array, "batch heads _out _in"]]
 Scan = Callable[[Arrays, Arrays, Restarts], tuple[Arrays, Arrays]]
 
@@ -103,114 +102,151 @@ def chunk_memory(
       ValueError: wrong shapes or dtypes, an unknown implementation or chunk size, or a memory that the implementation does not
         support.
     """
-    _check(weights, momenta, q, k, v, step_size, retention, momentum_decay, window_weights, floor, threshold, window)
-    if threshold is not None and (newton_schulz is not None or window_weights is not None):
-        raise ValueError("chunk_memory: threshold cannot be used with newton_schulz, nor with window_weights.")
-    if segments is not None:
-        segments.check("chunk_memory", q.shape[0], q.shape[1], chunk_size)
-    if newton_schulz is not None and momenta is None:
-        raise ValueError("chunk_memory: newton_schulz needs momenta S and momentum_decay θ, but they are None.")
-    if newton_schulz is not None and step_bound is not None:
-        raise ValueError("chunk_memory: step_bound is for gradient steps and cannot be used with newton_schulz.")
-    if step_bound is not None and momentum_decay is not None and (horizon is None or horizon < 1):
-        raise ValueError(f"chunk_memory: horizon={horizon}, should be a number ≥ 1 with step_bound and momentum_decay.")
-    horizon = 1.0 if horizon is None else horizon
-    if norm is not None and (newton_schulz is not None or implementation == "pallas_gpu"):
-        raise ValueError('chunk_memory: norm cannot be used with newton_schulz, nor with implementation="pallas_gpu".')
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"chunk_memory: implementation={implementation!r}, should be one of {IMPLEMENTATIONS}.")
-    batch, time, heads, _ = q.shape
-    ones = jnp.ones((batch, time, heads), jnp.float32)
+    call = Call(
+        structure, objective, weights, momenta, q, k, v, step_size, retention, momentum_decay, window_weights, chunk_size,
+        newton_schulz, every, step_bound, horizon, floor, threshold, norm_bound, window, segments, norm,
+    )  # fmt: skip
+    check(call, implementation)
+    call = call._replace(horizon=1.0 if horizon is None else horizon)
     if implementation == "reference":
-        gates = {
-            "step_size": step_size,
-            "retention": ones if retention is None else retention,
-            "momentum_decay": ones if momentum_decay is None else momentum_decay,
-            "window_weights": ones[..., None] if window_weights is None else window_weights,
-            "floor": 0.0 * ones if floor is None else floor,
-        } | ({} if threshold is None else {"threshold": threshold})
-        return reference.chunk_memory(
-            structure, objective, weights, momenta, q, k, v, gates, chunk_size, newton_schulz, every,
-            step_bound, horizon, norm_bound, window, segments, norm,
-        )  # fmt: skip
-    if chunk_size not in CHUNK_SIZES:
-        raise ValueError(f"chunk_memory: chunk_size={chunk_size}, should be a power of two from 8 to 256.")
-    if every < 1 or every & (every - 1) or every > chunk_size:
-        raise ValueError(f"chunk_memory: every={every}, should be a power of two, at most chunk_size={chunk_size}.")
+        return reference.chunk_memory(call)
+    check_for_kernels(call)
     if implementation == "pallas_gpu":
-        reason = gpu.unsupported_by_gpu(
-            structure, weights, chunk_size, q.dtype, muon=newton_schulz is not None, step_bound=step_bound
-        )
+        muon = newton_schulz is not None
+        reason = gpu.unsupported_by_gpu(structure, weights, chunk_size, q.dtype, muon=muon, step_bound=step_bound)
         if reason is not None:
             raise ValueError(f'chunk_memory: implementation="pallas_gpu" cannot run this call: {reason}.')
     if window_weights is not None and window_weights.shape[-1] == 1:
-        window_weights = jnp.pad(window_weights, ((0, 0), (0, 0), (0, 0), (0, 1)))
-    size = 1 if window_weights is None else window_weights.shape[-1]
-    names = tuple(sorted(weights))
-    float32 = lambda w: w.astype(jnp.float32)
-    on_tpu = newton_schulz is None and implementation == "pallas_tpu"
+        # A window of one token has weights all the same, which a chunk without a window does not read.
+        call = call._replace(window_weights=jnp.pad(window_weights, ((0, 0), (0, 0), (0, 0), (0, 1))))
+    return _by_kernels(call, implementation, interpret)
+
+
+class _Order(NamedTuple):
+    """How the weights of a memory lie in a carry: their names in order, and those that are transposed."""
+
+    names: tuple[str, ...]
+    transposed: tuple[str, ...]
+
+    def stored(self, weights: Weights) -> Arrays:
+        """The weights in float32. A transposition is its own inverse."""
+        turned = lambda name, x: x.swapaxes(-1, -2) if name in self.transposed else x
+        return tuple(turned(name, weights[name].astype(jnp.float32)) for name in self.names)
+
+    def named(self, arrays: Arrays) -> Weights:
+        """The inverse of `stored`, from the first of `arrays`."""
+        return dict(zip(self.names, self.stored(dict(zip(self.names, arrays)))))
+
+
+class _Carry(NamedTuple):
+    """A carry in the parts of `MemoryChunk`: weights, the scale and bias of a LayerNorm, momenta, and the window's tokens."""
+
+    weights: Arrays
+    norm: Arrays
+    momenta: Arrays
+    window: Arrays
+
+    @property
+    def state(self) -> Arrays:
+        return *self.weights, *self.norm, *self.momenta
+
+
+def _by_kernels(call: Call, implementation: str, interpret: Interpret) -> tuple[jax.Array, Weights, Weights | None]:
+    on_tpu = call.newton_schulz is None and implementation == "pallas_tpu"
     # Not with a LayerNorm inside: the compilers for v5e and v5p (libtpu 0.0.42) then fail with an internal error.
-    transposed = tall(weights) if on_tpu and norm is None else ()
-    stored = lambda arrays: tuple(x.swapaxes(-1, -2) if name in transposed else x for name, x in zip(names, arrays))
-    carry = [*stored(float32(weights[name]) for name in names)]
-    of_norm = [] if norm is None else [float32(norm[name])[:, None] for name in ("scale", "bias")]
-    carry += [jnp.broadcast_to(x, (batch, *x.shape)) for x in of_norm]
-    fixed = carry[len(names) :]
-    carry += [] if momenta is None else stored(float32(momenta[name]) for name in names)
+    order = _Order(tuple(sorted(call.weights)), tall(call.weights) if on_tpu and call.norm is None else ())
+    chunk, carry, rows = _chunk(call, order), _carry(call, order), _rows(call)
+    start: Arrays = ()
+    if call.segments is not None and call.segments.start is not None:
+        of_heads = {name: call.segments.start_of_heads(w) for name, w in call.segments.start.items()}
+        start = *order.stored(of_heads), *carry.norm
+    if on_tpu:
+        final, y = _on_tpu(call, chunk, (*carry.state, *carry.window), rows, start, interpret)
+    else:
+        final, y = _by_rows(call, chunk, carry, rows, start, implementation, interpret)
+    momenta = final[len(order.names) + len(carry.norm) :]
+    return y.astype(call.q.dtype), order.named(final), None if call.momenta is None else order.named(momenta)
+
+
+def _chunk(call: Call, order: _Order) -> MemoryChunk:
+    assert call.horizon is not None
+    return MemoryChunk(
+        call.structure, call.objective, order.names, call.momentum_decay is not None, call.retention is not None,
+        1 if call.window_weights is None else call.window_weights.shape[-1], token_precision(call.q.dtype),
+        step_bound=call.step_bound, horizon=call.horizon, norm_bound=call.norm_bound, norm=call.norm is not None,
+        threshold=call.threshold is not None, transposed=order.transposed,
+    )  # fmt: skip
+
+
+def _carry(call: Call, order: _Order) -> _Carry:
+    """The carry before the first token."""
+    batch, _, heads, _ = call.q.shape
+    weights, norm = order.stored(call.weights), call.norm
     before: Arrays = ()
-    if size > 1:
+    of_norm = [] if norm is None else [norm[name].astype(jnp.float32)[:, None] for name in ("scale", "bias")]
+    fixed = tuple(jnp.broadcast_to(x, (batch, *x.shape)) for x in of_norm)
+    momenta = () if call.momenta is None else order.stored(call.momenta)
+    if call.window_weights is not None:
+        window = call.window
         if window is None:
             past = lambda x: jnp.zeros((batch, heads, 0, x.shape[-1]), jnp.float32)
-            window = Window(past(k), past(v), jnp.zeros((batch,), jnp.int32))
-        before = window.of_heads(window_rows(size))
-    precision = token_precision(q.dtype)
-    chunk = MemoryChunk(
-        structure, objective, names, momentum_decay is not None, retention is not None, size, precision,
-        step_bound=step_bound, horizon=horizon, norm_bound=norm_bound, norm=norm is not None, threshold=threshold is not None,
-        transposed=transposed,
+            window = Window(past(call.k), past(call.v), jnp.zeros((batch,), jnp.int32))
+        before = window.of_heads(window_rows(call.window_weights.shape[-1]))
+    return _Carry(weights, fixed, momenta, before)
+
+
+def _rows(call: Call) -> list[tuple[jax.Array, float]]:
+    """The gates in the order of `MemoryChunk`, each with its value at padding: there η is 0, and α and θ keep the state."""
+    ones, gamma = call.ones, call.window_weights
+    real = ones if call.segments is None else jnp.broadcast_to(call.segments.real[:, :, None], ones.shape)
+    rows = [(call.step_size, 0.0), (real, 0.0)]
+    rows += [(x, 1.0) for x in (call.retention, call.momentum_decay) if x is not None]
+    if call.step_bound is not None:
+        past = None if call.window is None else call.window.real_floor
+        rows.append((0.0 * ones if call.floor is None else windowed_floor(call.floor, gamma, past), 0.0))
+    rows += [] if call.threshold is None else [(call.threshold, 1.0)]
+    return rows + ([] if gamma is None else [(gamma, 0.0)])
+
+
+def _on_tpu(
+    call: Call, chunk: MemoryChunk, carry: Arrays, rows: list[tuple[jax.Array, float]], start: Arrays,
+    interpret: Interpret,
+) -> tuple[Arrays, jax.Array]:  # fmt: skip
+    together = _together(carry, call.chunk_size, call.q.dtype)
+    unroll = (_UNROLL if call.step_bound is None else _UNROLL_BOUNDED)[together]
+    final, (y,) = chunk_scan(
+        chunk, carry, (call.q, call.k, call.v), gates_to_chunks(rows, call.chunk_size), together=together, unroll=unroll,
+        interpret=interpret, dtype=call.q.dtype,
+        restarts=None if call.segments is None else (call.segments.marks, start),
     )  # fmt: skip
-    real = ones if segments is None else jnp.broadcast_to(segments.real[:, :, None], ones.shape)
-    rows = [(step_size, 0.0), (real, 0.0), *((x, 1.0) for x in (retention, momentum_decay) if x is not None)]
-    if step_bound is not None:
-        of_window = None if window is None else window.real_floor
-        rows.append((0.0 * ones if floor is None else windowed_floor(floor, window_weights, of_window), 0.0))
-    rows += [] if threshold is None else [(threshold, 1.0)]
-    rows += [] if window_weights is None else [(window_weights, 0.0)]
-    start: Arrays = ()
-    if segments is not None and segments.start is not None:
-        start = (*stored(segments.start_of_heads(segments.start[name]) for name in names), *fixed)
-    first: Arrays = (*carry, *before)
-    block = chunk_size
-    if newton_schulz is not None:
-        numbers = sum(w.shape[-2] * w.shape[-1] for w in weights.values())
-        block = min(chunk_size, every * writes(numbers, q.dtype))
-        begins = jnp.broadcast_to((jnp.arange(time) % chunk_size < block)[:, None], ones.shape)
-        rows.append((begins, 0.0))
-        first, start = (*carry[: len(names)], *first), start * 2  # M_{t'}, then M
-    gate_rows = gates_to_chunks(rows, chunk_size)
-    if on_tpu:
-        together = _together(first, chunk_size, q.dtype)
-        unroll = (_UNROLL if step_bound is None else _UNROLL_BOUNDED)[together]
-        final, (y,) = chunk_scan(
-            chunk, first, (q, k, v), gate_rows, together=together, unroll=unroll, interpret=interpret, dtype=q.dtype,
-            restarts=None if segments is None else (segments.marks, start),
-        )  # fmt: skip
+    return final, y
+
+
+def _by_rows(
+    call: Call, chunk: MemoryChunk, carry: _Carry, rows: list[tuple[jax.Array, float]], start: Arrays,
+    implementation: str, interpret: Interpret,
+) -> tuple[Arrays, jax.Array]:  # fmt: skip
+    """On GPUs, and Muon: each head of each batch element is a row."""
+    (batch, time, heads, _), size = call.q.shape, call.chunk_size
+    first, block = (*carry.state, *carry.window), size
+    if call.newton_schulz is not None:
+        numbers = sum(w.shape[-2] * w.shape[-1] for w in call.weights.values())
+        block = min(size, call.every * writes(numbers, call.q.dtype))
+        begins = jnp.broadcast_to((jnp.arange(time) % size < block)[:, None], call.ones.shape)
+        rows = [*rows, (begins, 0.0)]
+        first, start = (*carry.weights, *first), start * 2  # M_{t'}, then M
+    xs = (*(to_chunks(x, size) for x in (call.q, call.k, call.v)), rows_of(gates_to_chunks(rows, size)))
+    first = tuple(map(rows_of, first))
+    restarts = None if call.segments is None else (call.segments.rows(heads), tuple(map(rows_of, start)))
+    if call.newton_schulz is None:
+        state = len(carry.state)
+        final, y = gpu.chunk_memory(chunk, first[:state], xs, first[state:], restarts, interpret)
     else:
-        xs = (*(to_chunks(x, chunk_size) for x in (q, k, v)), rows_of(gate_rows))
-        first = tuple(map(rows_of, first))
-        restarts = None if segments is None else (segments.rows(heads), tuple(map(rows_of, start)))
-        if newton_schulz is None:
-            final, y = gpu.chunk_memory(chunk, first[: len(carry)], xs, first[len(carry) :], restarts, interpret)
-        else:
-            muon = MuonChunk(chunk, newton_schulz, every)
-            run = gpu.scan_muon if implementation == "pallas_gpu" else _scan_muon
-            final, y = _scan_blocks(functools.partial(run, muon, interpret), first, xs, restarts, block)
-            final = final[len(names) :]
-        final = tuple(x.reshape(batch, heads, *x.shape[1:]) for x in final)
-        y = from_chunks(y, batch, time)
-    momenta_from = len(names) + len(fixed)
-    last = lambda start: dict(zip(names, stored(final[start : start + len(names)])))
-    return y.astype(q.dtype), last(0), None if momenta is None else last(momenta_from)
+        muon = MuonChunk(chunk, call.newton_schulz, call.every)
+        run = gpu.scan_muon if implementation == "pallas_gpu" else _scan_muon
+        final, y = _scan_blocks(functools.partial(run, muon, interpret), first, xs, restarts, block)
+        final = final[len(carry.weights) :]
+    return tuple(x.reshape(batch, heads, *x.shape[1:]) for x in final), from_chunks(y, batch, time)
 
 
 def _together(carry: Arrays, chunk_size: int, dtype: jax.typing.DTypeLike) -> int:
@@ -260,69 +296,3 @@ def _scan_blocks(scan: Scan, carry: Arrays, xs: Arrays, restarts: Restarts, bloc
 
     carry, y = jax.lax.scan(body, carry, ((*map(split, tokens), lanes), marks))
     return carry, jnp.moveaxis(y, 0, 1).reshape(rows, count, size, -1)
-
-
-def _check(
-    weights: Weights,
-    momenta: Weights | None,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    step_size: jax.Array,
-    retention: jax.Array | None,
-    momentum_decay: jax.Array | None,
-    window_weights: jax.Array | None,
-    floor: jax.Array | None,
-    threshold: jax.Array | None,
-    window: Window | None,
-) -> None:
-    if q.ndim != 4 or v.ndim != 4 or not q.shape[1]:
-        raise ValueError(
-            f"chunk_memory: q and v have shapes {q.shape}, {v.shape}, should be [batch, time ≥ 1, heads, dim]."
-        )
-    tokens = q.shape[:3]
-    wanted = {
-        "k": (k, q.shape),
-        "v": (v, (*tokens, v.shape[-1])),
-        "step_size": (step_size, tokens),
-        "retention": (retention, tokens),
-        "momentum_decay": (momentum_decay, tokens),
-        "floor": (floor, tokens),
-        "threshold": (threshold, tokens),
-        "window_weights": (
-            window_weights,
-            (*tokens, window_weights.shape[-1] if window_weights is not None and window_weights.ndim == 4 else "c"),
-        ),
-    }
-    for name, (x, shape) in wanted.items():
-        if x is not None and x.shape != shape:
-            raise ValueError(f"chunk_memory: {name} has shape {x.shape}, should be {shape}, with q {q.shape}.")
-    if window_weights is not None and not 1 <= window_weights.shape[-1] <= 64:
-        raise ValueError(f"chunk_memory: window_weights has c={window_weights.shape[-1]}, should be 1 to 64.")
-    if window is not None:
-        batch, _, heads, key_dim = q.shape
-        past = (batch, heads, 0 if window_weights is None else window_weights.shape[-1] - 1)
-        wanted = {
-            "keys": (window.keys, (*past, key_dim)),
-            "values": (window.values, (*past, v.shape[-1])),
-            "num_real": (window.num_real, (batch,)),
-            "floor": (window.floor, past),
-        }
-        for name, (x, shape) in wanted.items():
-            if x is not None and (x.shape != shape or not past[-1]):
-                raise ValueError(
-                    f"chunk_memory: window.{name} has shape {x.shape}, should be {shape} with c − 1 ≥ 1 tokens of a window of c."
-                )
-    if not (q.dtype == k.dtype == v.dtype and q.dtype in _DTYPES):
-        raise ValueError(
-            f"chunk_memory: q, k, v are {q.dtype}, {k.dtype}, {v.dtype}, should all be float32 or all bfloat16."
-        )
-    if (momenta is None) != (momentum_decay is None):
-        raise ValueError("chunk_memory: give both momenta S and momentum_decay θ, or neither; one of them is None.")
-    for name, w in weights.items():
-        if w.ndim != 4 or w.shape[:2] != (q.shape[0], q.shape[2]):
-            expected = f"({q.shape[0]}, {q.shape[2]}, out, in)"
-            raise ValueError(f"chunk_memory: weights[{name!r}] has shape {w.shape}, should be {expected}.")
-        if momenta is not None and (name not in momenta or momenta[name].shape != w.shape):
-            found = momenta[name].shape if name in momenta else "missing"
-            raise ValueError(f"chunk_memory: momenta[{name!r}] is {found}, should have shape {w.shape}.")
