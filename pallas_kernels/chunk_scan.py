@@ -16,9 +16,10 @@ With packed segments, a chunk that begins a segment finds the initial carry inst
 Backward, the cotangent of the carry before such a chunk is that of the initial carry, and the previous segment's is zero.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -77,50 +78,40 @@ def chunk_scan(
 
     shapes = Shapes(lanes, widths, widths_out, unroll.dividing(count))
     carry, xs, restarts = vary_like((carry, (*map(flat, tokens), gates), restarts))
-    final, ys = _scan(chunk, shapes, carry, xs, interpret, jnp.dtype(dtype), restarts)
+    final, ys = _scan(_Settings(chunk, shapes, interpret, jnp.dtype(dtype)), carry, xs, restarts)
     unflat = lambda y, width: y.reshape(y.shape[0], count * size, heads, -1)[:, :time, :, :width]
     return final, tuple(map(unflat, ys, widths_out))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 4, 5))
-def _scan(
-    chunk: Chunk,
-    shapes: Shapes,
-    carry: Arrays,
-    xs: Arrays,
-    interpret: Interpret,
-    dtype: jax.typing.DTypeLike,
-    restarts: Restarts,
-) -> tuple[Arrays, Arrays]:
+class _Settings(NamedTuple):
+    """What is static: the chunk's function and its shapes, how to run the kernel, and the dtype of the outputs."""
+
+    chunk: Chunk
+    shapes: Shapes
+    interpret: Interpret
+    dtype: jax.typing.DTypeLike
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _scan(settings: _Settings, carry: Arrays, xs: Arrays, restarts: Restarts) -> tuple[Arrays, Arrays]:
     """`chunk_scan` on xs = tokens [batch, chunks, m, lanes] each, and gates."""
-    final, ys, _ = _forward(chunk, shapes, carry, xs, interpret, dtype, restarts, keep=False)
+    final, ys, _ = _forward(settings, carry, xs, restarts, keep=False)
     return final, ys
 
 
 def _scan_forward(
-    chunk: Chunk,
-    shapes: Shapes,
-    carry: Arrays,
-    xs: Arrays,
-    interpret: Interpret,
-    dtype: jax.typing.DTypeLike,
-    restarts: Restarts,
+    settings: _Settings, carry: Arrays, xs: Arrays, restarts: Restarts
 ) -> tuple[tuple[Arrays, Arrays], tuple[Arrays, Arrays, Restarts]]:
-    final, ys, before = _forward(chunk, shapes, carry, xs, interpret, dtype, restarts, keep=True)
+    final, ys, before = _forward(settings, carry, xs, restarts, keep=True)
     return (final, ys), (before, xs, restarts)
 
 
 def _scan_backward(
-    chunk: Chunk,
-    shapes: Shapes,
-    interpret: Interpret,
-    dtype: jax.typing.DTypeLike,
-    kept: tuple[Arrays, Arrays, Restarts],
-    cotangents: tuple[Arrays, Arrays],
+    settings: _Settings, kept: tuple[Arrays, Arrays, Restarts], cotangents: tuple[Arrays, Arrays]
 ) -> tuple[Arrays, Arrays, tuple[None, Arrays] | None]:
     before, xs, restarts = kept
     dcarry, dys = cotangents
-    dfirst, dxs, dstart = _backward(chunk, shapes, before, xs, dcarry, dys, interpret, restarts)
+    dfirst, dxs, dstart = _backward(settings, before, xs, dcarry, dys, restarts)
     return dfirst, dxs, None if restarts is None else (None, dstart)
 
 
@@ -172,13 +163,13 @@ def _marks(restarts: Restarts) -> tuple[jax.Array, ...]:
 
 
 def _forward(
-    chunk: Chunk, shapes: Shapes, carry: Arrays, xs: Arrays, interpret: Interpret, dtype: jax.typing.DTypeLike,
-    restarts: Restarts, *, keep: bool,
-) -> tuple[Arrays, Arrays, Arrays]:  # fmt: skip
+    settings: _Settings, carry: Arrays, xs: Arrays, restarts: Restarts, *, keep: bool
+) -> tuple[Arrays, Arrays, Arrays]:
     """The final carry, the outputs and, with `keep`, the carry before each chunk, which is undefined for empty chunks."""
+    shapes, dtype = settings.shapes, settings.dtype
     all_marks, start = _marks(restarts), () if restarts is None else restarts[1]
     sizes = len(carry), len(xs), len(all_marks), len(start)
-    advanced, unroll = shapes.chunk(chunk), shapes.unroll.forward
+    advanced, unroll = shapes.chunk(settings.chunk), shapes.unroll.forward
 
     @rows_folded
     def call(*arrays: jax.Array) -> Arrays:
@@ -191,46 +182,12 @@ def _forward(
 
         def kernel(*refs: jax.Ref) -> None:
             groups = _groups(refs, (*sizes, len(final), len(ys), len(before), len(carry)))
-            first_refs, x_refs, mark_refs, start_refs, final_refs, y_refs, before_refs, scratch = groups
-
-            @pl.when(pl.program_id(2) == 0)
-            def _() -> None:
-                _copy(scratch, first_refs)
-
-            marks = _marks_of(mark_refs, pl.program_id(2), unroll)
-
-            def begin() -> None:
-                _copy(scratch[: len(start_refs)], start_refs)
-                _zero(scratch[len(start_refs) :])
-
-            def advance() -> None:
-                state = shapes.heads(scratch)
-                for c in range(unroll):
-                    if marks and c:
-                        start = shapes.heads(start_refs)
-                        state = _where(marks[c] == BEGINS, (*start, *_zeros(state[len(start) :])), state)
-                    if keep:
-                        _store([ref.at[:, c] for ref in before_refs], state)
-                    after, y = advanced(state, shapes.read(x_refs, c))
-                    if marks and unroll > 1:
-                        after, y = (_where(marks[c] == EMPTY, *x) for x in ((state, after), (_zeros(y), y)))
-                    state = after
-                    for ref, value in zip(y_refs, y, strict=True):
-                        lanes.store(ref.at[c], value)
-                _store(scratch, state)
-
-            if marks:
-                pl.when(marks[0] == BEGINS)(begin)
-            _unless_empty(marks, advance, y_refs)
-
-            @pl.when(pl.program_id(2) == count // unroll - 1)
-            def _() -> None:
-                _copy(final_refs, scratch)
+            _Forward(shapes, advanced, *groups).run(count // unroll)
 
         block = Blocks(shapes, size, unroll, lambda i: i)
         return tuple(
             _call(
-                kernel, (batch, heads // lanes.together, count // unroll), "chunk_scan", interpret, arrays,
+                kernel, (batch, heads // lanes.together, count // unroll), "chunk_scan", settings.interpret, arrays,
                 [*block.of_heads(carry), *block.of_tokens(shapes.inputs), *block.of_chunks(xs[-1:]),
                  *block.of_marks(all_marks), *block.of_heads(start)],
                 [*final, *ys, *before],
@@ -244,11 +201,60 @@ def _forward(
     return final, ys, before
 
 
+_Refs = tuple[jax.Ref, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Forward:
+    """The forward kernel: references to the blocks of a program, in the order of the call. before: empty if it is not kept."""
+
+    shapes: Shapes
+    chunk: Chunk
+    first: _Refs
+    xs: _Refs
+    marks: _Refs
+    start: _Refs
+    final: _Refs
+    ys: _Refs
+    before: _Refs
+    scratch: _Refs
+
+    def run(self, steps: int) -> None:
+        """One program of the `steps` that advance some heads."""
+        pl.when(pl.program_id(2) == 0)(lambda: _copy(self.scratch, self.first))
+        marks = _marks_of(self.marks, pl.program_id(2), self.shapes.unroll.forward)
+        if marks:
+            pl.when(marks[0] == BEGINS)(self.begin)
+        _unless_empty(marks, lambda: self.advance(marks), self.ys)
+        pl.when(pl.program_id(2) == steps - 1)(lambda: _copy(self.final, self.scratch))
+
+    def begin(self) -> None:
+        _copy(self.scratch[: len(self.start)], self.start)
+        _zero(self.scratch[len(self.start) :])
+
+    def advance(self, marks: list[jax.Array]) -> None:
+        shapes = self.shapes
+        state = shapes.heads(self.scratch)
+        for c in range(shapes.unroll.forward):
+            if marks and c:  # `begin` is for the program's first chunk
+                start = shapes.heads(self.start)
+                state = _where(marks[c] == BEGINS, (*start, *_zeros(state[len(start) :])), state)
+            if self.before:
+                _store([ref.at[:, c] for ref in self.before], state)
+            after, y = self.chunk(state, shapes.read(self.xs, c))
+            if marks and shapes.unroll.forward > 1:  # the only chunk of a program is not empty here
+                after, y = (_where(marks[c] == EMPTY, *x) for x in ((state, after), (_zeros(y), y)))
+            state = after
+            for ref, value in zip(self.ys, y, strict=True):
+                shapes.lanes.store(ref.at[c], value)
+        _store(self.scratch, state)
+
+
 def _backward(
-    chunk: Chunk, shapes: Shapes, before: Arrays, xs: Arrays, dcarry: Arrays, dys: Arrays, interpret: Interpret,
-    restarts: Restarts,
-) -> tuple[Arrays, Arrays, Arrays]:  # fmt: skip
+    settings: _Settings, before: Arrays, xs: Arrays, dcarry: Arrays, dys: Arrays, restarts: Restarts
+) -> tuple[Arrays, Arrays, Arrays]:
     """The cotangents of the first carry, of the inputs, and of the first arrays of the carry with which segments begin."""
+    shapes, chunk = settings.shapes, settings.chunk
     all_marks, num_start = _marks(restarts), 0 if restarts is None else len(restarts[1])
     sizes = len(before), len(xs), len(dcarry), len(dys), len(all_marks)
     # A chunk may have another form of itself whose derivative is faster.
@@ -258,64 +264,20 @@ def _backward(
     def call(*arrays: jax.Array) -> Arrays:
         _, xs, dcarry, _, all_marks = _groups(arrays, sizes)
         batch, heads, count, _, size = xs[-1].shape
-        lanes = shapes.lanes
+        lanes, steps = shapes.lanes, count // unroll
         dfirst = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in dcarry]
         dxs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in xs]
         dstart = dfirst[:num_start]
 
         def kernel(*refs: jax.Ref) -> None:
             groups = _groups(refs, (*sizes, len(dfirst), len(dxs), len(dstart), len(dcarry)))
-            before_refs, x_refs, dfinal_refs, dy_refs, mark_refs, dfirst_refs, dx_refs, dstart_refs, scratch = groups
+            _Backward(shapes, advanced, *groups).run(steps)
 
-            @pl.when(pl.program_id(2) == 0)
-            def _() -> None:
-                _copy(scratch, dfinal_refs)
-                _zero(dstart_refs)
-
-            marks = _marks_of(mark_refs, reverse(pl.program_id(2)), unroll)
-
-            def advance() -> None:
-                dstate = shapes.heads(scratch)
-                for c in reversed(range(unroll)):
-                    before = shapes.heads([ref.at[:, c] for ref in before_refs])
-                    pullback = jax.vjp(advanced, before, shapes.read(x_refs, c))[1]
-                    dy = tuple(map(lanes.split, wide([ref.at[c] for ref in dy_refs]), shapes.outputs))
-                    dbefore, dx = pullback((dstate, dy))
-                    if marks and unroll > 1:
-                        dbefore, dx = (_where(marks[c] == EMPTY, *d) for d in ((dstate, dbefore), (_zeros(dx), dx)))
-                    if marks and c:
-                        begins, zeros = marks[c] == BEGINS, _zeros(dbefore)
-                        add(_where(begins, dbefore, zeros))
-                        dbefore = _where(begins, zeros, dbefore)
-                    dstate, (*dtokens, dgates) = dbefore, dx
-                    for ref, value in zip(dx_refs, dtokens):
-                        lanes.store(ref.at[c], value)
-                    _store([dx_refs[-1].at[:, c]], [dgates])
-                _store(scratch, dstate)
-
-            def add(dstate: Arrays) -> None:
-                # The block of a group of heads stays in vector memory from step to step.
-                for total, d in zip(dstart_refs, dstate):
-                    total[...] += d.reshape(total.shape)
-
-            def begin() -> None:
-                add(wide(scratch))
-                _zero(scratch)
-
-            _unless_empty(marks, advance, dx_refs)
-            if marks:
-                pl.when(marks[0] == BEGINS)(begin)
-
-            @pl.when(pl.program_id(2) == count // unroll - 1)
-            def _() -> None:
-                _copy(dfirst_refs, scratch)
-
-        reverse = lambda i: count // unroll - 1 - i
-        block = Blocks(shapes, size, unroll, reverse)
+        block = Blocks(shapes, size, unroll, lambda i: steps - 1 - i)
         of_inputs = [*block.of_tokens(shapes.inputs), *block.of_chunks(xs[-1:])]
         return tuple(
             _call(
-                kernel, (batch, heads // lanes.together, count // unroll), "chunk_scan_backward", interpret, arrays,
+                kernel, (batch, heads // lanes.together, steps), "chunk_scan_backward", settings.interpret, arrays,
                 [*block.of_chunks(arrays[: len(before)]), *of_inputs, *block.of_heads(dcarry), *block.of_tokens(shapes.outputs),
                  *block.of_marks(all_marks)],
                 [*dfirst, *dxs, *dstart], [*block.of_heads(dfirst), *of_inputs, *block.of_heads(dstart)],
@@ -326,6 +288,65 @@ def _backward(
     results = call(*before, *xs, *dcarry, *dys, *all_marks)
     dfirst, dxs, dstart = _groups(results, (len(dcarry), len(xs), num_start))
     return dfirst, dxs, dstart
+
+
+@dataclasses.dataclass(frozen=True)
+class _Backward:
+    """The backward kernel, like `_Forward`. Programs of some heads run from the last chunks to the first."""
+
+    shapes: Shapes
+    chunk: Chunk
+    before: _Refs
+    xs: _Refs
+    dfinal: _Refs
+    dys: _Refs
+    marks: _Refs
+    dfirst: _Refs
+    dxs: _Refs
+    dstart: _Refs
+    scratch: _Refs
+
+    def run(self, steps: int) -> None:
+        @pl.when(pl.program_id(2) == 0)
+        def _() -> None:
+            _copy(self.scratch, self.dfinal)
+            _zero(self.dstart)
+
+        marks = _marks_of(self.marks, steps - 1 - pl.program_id(2), self.shapes.unroll.backward)
+        _unless_empty(marks, lambda: self.advance(marks), self.dxs)
+        if marks:
+            pl.when(marks[0] == BEGINS)(self.begin)
+        pl.when(pl.program_id(2) == steps - 1)(lambda: _copy(self.dfirst, self.scratch))
+
+    def advance(self, marks: list[jax.Array]) -> None:
+        shapes = self.shapes
+        dstate = shapes.heads(self.scratch)
+        for c in reversed(range(shapes.unroll.backward)):
+            before = shapes.heads([ref.at[:, c] for ref in self.before])
+            pullback = jax.vjp(self.chunk, before, shapes.read(self.xs, c))[1]
+            dy = tuple(map(shapes.lanes.split, wide([ref.at[c] for ref in self.dys]), shapes.outputs))
+            dbefore, dx = pullback((dstate, dy))
+            if marks and shapes.unroll.backward > 1:
+                dbefore, dx = (_where(marks[c] == EMPTY, *d) for d in ((dstate, dbefore), (_zeros(dx), dx)))
+            if marks and c:
+                begins, zeros = marks[c] == BEGINS, _zeros(dbefore)
+                self.add(_where(begins, dbefore, zeros))
+                dbefore = _where(begins, zeros, dbefore)
+            dstate, (*dtokens, dgates) = dbefore, dx
+            for ref, value in zip(self.dxs, dtokens):
+                shapes.lanes.store(ref.at[c], value)
+            _store([self.dxs[-1].at[:, c]], [dgates])
+        _store(self.scratch, dstate)
+
+    def add(self, dstate: Arrays) -> None:
+        """Adds to the cotangents of the carry with which segments begin."""
+        # The block of a group of heads stays in vector memory from step to step.
+        for total, d in zip(self.dstart, dstate):
+            total[...] += d.reshape(total.shape)
+
+    def begin(self) -> None:
+        self.add(wide(self.scratch))
+        _zero(self.scratch)
 
 
 def _call(
