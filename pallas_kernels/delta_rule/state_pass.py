@@ -10,12 +10,14 @@ and the cotangents of the inputs are products within single chunks: dA = dZ, dB 
 program processes all chunks of a head with a block of X's rows in registers, and does not need the other rows.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels import gpu
-from pallas_kernels.arguments import Interpret
+from pallas_kernels.arguments import Arrays, Index, Interpret, Product, Slice
 from pallas_kernels.batching import rows_folded
 from pallas_kernels.delta_rule.tiles import Chunks, given, wide
 
@@ -43,79 +45,106 @@ def state_pass(
       X [batch · heads, chunks, value_dim, key_dim] and Z (like a), in a's dtype, in which products read them; the last X, like
       first.
     """
-    dtype, m = a.dtype, chunks.size
-    product = gpu.products(dtype, interpret)
-    sign = -1.0 if reverse else 1.0
+    optional = (d, decay, None if restarts is None else restarts[1], None if restarts is None else restarts[0])
+    there = [True] * 4 + [x is not None for x in optional] + [True] * 3
 
     @rows_folded
     def call(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         a, b, _, first = arrays[:4]
         (_, time, heads, value_dim), key_dim = a.shape, b.shape[-1]
-        rows, count = first.shape[0], time // m
-        block, columns, warps = _block(key_dim, value_dim, dtype)
-        parts = [pl.ds(start, columns) for start in range(0, key_dim, columns)]
+        rows, count = first.shape[0], time // chunks.size
+        block, columns, warps = _block(key_dim, value_dim, a.dtype)
+        parts = tuple(pl.ds(start, columns) for start in range(0, key_dim, columns))
 
-        def kernel(a_ref: jax.Ref, b_ref: jax.Ref, c_ref: jax.Ref, first_ref: jax.Ref, *refs: jax.Ref) -> None:
-            *inputs, x_ref, z_ref, last_ref = refs
-            restart_ref = start_ref = None
-            if restarts is not None:
-                *inputs, restart_ref = inputs
-                if restarts[1] is not None:
-                    *inputs, start_ref = inputs
-            d_ref = None if d is None else inputs[0]
-            decay_ref = None if decay is None else inputs[-1]
-
-            def replaced(begins: jax.Array, x: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-                fill = [jnp.zeros_like(x) for x in x] if start_ref is None else [start_ref[:, part] for part in parts]
-                return tuple(jnp.where(begins, a, b) for a, b in zip(fill, x))
-
-            def step(i: jax.Array, x: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-                i = count - 1 - i if reverse else i
-                tokens = pl.ds(i * m, m)
-                z = wide(a_ref[tokens, :])
-                written = x
-                if restart_ref is not None:
-                    x = replaced(restart_ref[i] > 0, x)
-                    written = written if reverse else x
-                for part, x_part, kept in zip(parts, x, written):
-                    x_ref[i, :, part] = kept.astype(dtype)
-                    z -= sign * product(b_ref[tokens, part], x_part, 1, 1)
-                z_ref[tokens, :] = z.astype(dtype)
-                after = []
-                for part, x_part in zip(parts, x):
-                    x_part = x_part if decay_ref is None else decay_ref[i] * x_part
-                    x_part = x_part if d_ref is None else x_part + wide(d_ref[i, :, part])
-                    after.append(x_part + sign * product(z, c_ref[tokens, part], 0, 0))
-                return tuple(after)
-
-            last = jax.lax.fori_loop(0, count, step, tuple(first_ref[:, part] for part in parts))
-            for part, x_part in zip(parts, last):
-                last_ref[:, part] = x_part
+        def kernel(*refs: jax.Ref) -> None:
+            found = iter(refs)
+            refs_or_none = (next(found) if is_there else None for is_there in there)
+            _Pass(gpu.products(a.dtype, interpret), chunks.size, count, parts, reverse, *refs_or_none).run()
 
         of_keys = pl.BlockSpec((None, time, None, key_dim), lambda row, j: (row // heads, 0, row % heads, 0))
         of_values = pl.BlockSpec((None, time, None, block), lambda row, j: (row // heads, 0, row % heads, j))
         states = pl.BlockSpec((None, count, block, key_dim), lambda row, j: (row, 0, j, 0))
         state = pl.BlockSpec((None, block, key_dim), lambda row, j: (row, j, 0))
         decays = pl.BlockSpec((None, count), lambda row, j: (row, 0))
-        more_specs = [*[states] * (d is not None), *[decays] * (decay is not None)]
-        if restarts is not None:
-            more_specs += [*[state] * (restarts[1] is not None), decays]
+        specs = [of_values, of_keys, of_keys, state, states, decays, state, decays]
         return tuple(
             gpu.call(
                 kernel, warps=warps, stages=2, interpret=interpret, name="state_pass" + "_backward" * reverse,
                 out_shape=[
-                    jax.ShapeDtypeStruct((rows, count, value_dim, key_dim), dtype),
-                    jax.ShapeDtypeStruct(a.shape, dtype),
+                    jax.ShapeDtypeStruct((rows, count, value_dim, key_dim), a.dtype),
+                    jax.ShapeDtypeStruct(a.shape, a.dtype),
                     jax.ShapeDtypeStruct(first.shape, jnp.float32),
                 ],
                 grid=(rows, value_dim // block),
-                in_specs=[of_values, of_keys, of_keys, state, *more_specs],
+                in_specs=[spec for spec, is_there in zip(specs, there) if is_there],
                 out_specs=[states, of_values, state],
             )(*arrays)
         )  # fmt: skip
 
-    x, z, last = call(a, b, c, first, *given(d, decay), *given(*(restarts or ())[::-1]))
+    x, z, last = call(a, b, c, first, *given(*optional))
     return x, z, last
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pass:
+    """The kernel of some rows of X of one head.
+
+    Attributes:
+      product: for the tokens' dtype.
+      size, count: of the chunks.
+      parts: X's columns in parts, one product each: wider ones would spill registers.
+      reverse: as in `state_pass`.
+      a, b, c, first, d, decay, start, restarts: references to the inputs, or None; `start` replaces X where `restarts` is 1.
+      x, z, last: references to the outputs.
+    """
+
+    product: Product
+    size: int
+    count: int
+    parts: tuple[Slice, ...]
+    reverse: bool
+    a: jax.Ref
+    b: jax.Ref
+    c: jax.Ref
+    first: jax.Ref
+    d: jax.Ref | None
+    decay: jax.Ref | None
+    start: jax.Ref | None
+    restarts: jax.Ref | None
+    x: jax.Ref
+    z: jax.Ref
+    last: jax.Ref
+
+    def run(self) -> None:
+        first = tuple(self.first[:, part] for part in self.parts)
+        last = jax.lax.fori_loop(0, self.count, self.step, first)
+        for part, x_part in zip(self.parts, last):
+            self.last[:, part] = x_part
+
+    def step(self, i: Index, x: Arrays) -> Arrays:
+        """X after one chunk, from its parts before it."""
+        i, sign = (self.count - 1 - i, -1.0) if self.reverse else (i, 1.0)
+        tokens, dtype = pl.ds(i * self.size, self.size), self.x.dtype
+        z = wide(self.a[tokens, :])
+        written = x
+        if self.restarts is not None:
+            x = self.replaced(self.restarts[i] > 0, x)
+            written = written if self.reverse else x
+        for part, x_part, kept in zip(self.parts, x, written):
+            self.x[i, :, part] = kept.astype(dtype)
+            z -= sign * self.product(self.b[tokens, part], x_part, 1, 1)
+        self.z[tokens, :] = z.astype(dtype)
+        after = []
+        for part, x_part in zip(self.parts, x):
+            x_part = x_part if self.decay is None else self.decay[i] * x_part
+            x_part = x_part if self.d is None else x_part + wide(self.d[i, :, part])
+            after.append(x_part + sign * self.product(z, self.c[tokens, part], 0, 0))
+        return tuple(after)
+
+    def replaced(self, begins: jax.Array, x: Arrays) -> Arrays:
+        start = self.start
+        fill = [jnp.zeros_like(x) for x in x] if start is None else [start[:, part] for part in self.parts]
+        return tuple(jnp.where(begins, a, b) for a, b in zip(fill, x))
 
 
 def _block(key_dim: int, value_dim: int, dtype: jax.typing.DTypeLike) -> tuple[int, int, int]:
