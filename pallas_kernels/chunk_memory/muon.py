@@ -19,7 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.arguments import Arrays
 from pallas_kernels.blocks import HIGHEST, Precision, entry, finer, iota, product, transposed
-from pallas_kernels.chunk_memory.bound import within_norm
+from pallas_kernels.chunk_memory.bound import Factors, Weights, within_norm
 from pallas_kernels.chunk_memory.chunk import MemoryChunk, after_window, gradient_factors, window_rows
 from pallas_kernels.chunk_memory.gates import window_matrix
 from pallas_kernels.newton_schulz import forms
@@ -125,9 +125,6 @@ class MuonChunk:
     def __call__(self, carry: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
         names, window, structure = self.memory.names, self.memory.window, self.memory.structure
         dot = functools.partial(product, precision=self.memory.precision)
-        count = len(names)
-        group = lambda i: dict(zip(names, carry[i * count : (i + 1) * count]))
-        start, memory, momenta = group(0), group(1), group(2)
         q, k, v, rows = xs
         gates = self.transposed(rows)
         step, real = gates[:, :1], gates[:, 1:2]
@@ -135,10 +132,7 @@ class MuonChunk:
         index = 2 + self.memory.retention
         theta = rows[index : index + 1]
         begins = entry(gates[:, -1:], 0)
-        if (norm_bound := self.memory.norm_bound) is not None:
-            begun = lambda w: (begins * within_norm(norm_bound * w.shape[0] ** 0.5, w) + (1.0 - begins)) * w
-            memory, momenta = jax.tree.map(begun, memory), jax.tree.map(begun, momenta)
-        start = {name: begins * memory[name] + (1.0 - begins) * w for name, w in start.items()}
+        start, memory, momenta = self._begun(carry, begins)
         m = q.shape[0]
         left_over: tuple[jax.Array, ...] = ()
         gamma = (iota(m, 0) == iota(m, 1)).astype(jnp.float32)  # Γᵀ [E, m]
@@ -157,20 +151,7 @@ class MuonChunk:
             pairwise, a = decay_products(alpha)
         writers = range(self.every - 1, m, self.every)
 
-        updates: dict[str, list[jax.Array]] = {}
-        after_momenta, after = [], []
-        for name in names:
-            left, inputs = factors[name]
-            tall = left.shape[1] > inputs.shape[1]
-            first = momenta[name].T if tall else momenta[name]
-            high, wide = (inputs, left) if tall else (left, inputs)
-            S = [entry(beta, j) * first + product(high * D[:, j : j + 1], wide, 0, 0) for j in writers]
-            after_momenta.append(S[-1].T if tall else S[-1])
-            if self.newton_schulz is None:
-                out = orthogonalized(self.triples, finer(self.memory.precision), tuple(S))
-            else:
-                out = tuple(self.newton_schulz(jnp.stack(S)))
-            updates[name] = [x.T if tall else x for x in out]
+        updates, after_momenta = self._updates(momenta, factors, beta, D)
         weight = {j: entry(step, j) * pairwise[:, j : j + 1] for j in writers}  # [m, 1]
 
         def linear(name: str, h: jax.Array) -> jax.Array:
@@ -182,9 +163,41 @@ class MuonChunk:
             return out
 
         y = structure.apply(linear, q, q, None)
+        after = []
         for name in names:
             w = memory[name] if a is None else entry(a, m - 1) * memory[name]
             for j, update in zip(writers, updates[name]):
                 w = w + entry(weight[j], m - 1) * update
             after.append(w)
         return (*start.values(), *after, *after_momenta, *left_over), (y,)
+
+    def _begun(self, carry: Arrays, begins: jax.Array) -> tuple[Weights, Weights, Weights]:
+        """M_{t'}, M and S before the block, by name. begins: 1 if it is the first one of its chunk, else 0, [1, 1]."""
+        names, count = self.memory.names, len(self.memory.names)
+        start, memory, momenta = (dict(zip(names, carry[i * count : (i + 1) * count])) for i in range(3))
+        if (norm_bound := self.memory.norm_bound) is not None:
+            begun = lambda w: (begins * within_norm(norm_bound * w.shape[0] ** 0.5, w) + (1.0 - begins)) * w
+            memory, momenta = jax.tree.map(begun, memory), jax.tree.map(begun, momenta)
+        return {name: begins * memory[name] + (1.0 - begins) * w for name, w in start.items()}, memory, momenta
+
+    def _updates(
+        self, momenta: Weights, factors: Factors, beta: jax.Array, coefficients: jax.Array
+    ) -> tuple[dict[str, list[jax.Array]], Matrices]:
+        """NS(S_j) of the writing tokens of each weight, and the last S of each. coefficients: D [E, m]."""
+        writers = range(self.every - 1, coefficients.shape[1], self.every)
+        updates: dict[str, list[jax.Array]] = {}
+        last = []
+        for name in self.memory.names:
+            left, inputs = factors[name]
+            # Newton–Schulz takes matrices with rows ≤ columns; Sᵀ is formed as such, and only S and NS(S) are transposed.
+            tall = left.shape[1] > inputs.shape[1]
+            first = momenta[name].T if tall else momenta[name]
+            high, wide = (inputs, left) if tall else (left, inputs)
+            S = [entry(beta, j) * first + product(high * coefficients[:, j : j + 1], wide, 0, 0) for j in writers]
+            last.append(S[-1].T if tall else S[-1])
+            if self.newton_schulz is None:
+                out = orthogonalized(self.triples, finer(self.memory.precision), tuple(S))
+            else:
+                out = tuple(self.newton_schulz(jnp.stack(S)))
+            updates[name] = [x.T if tall else x for x in out]
+        return updates, tuple(last)
