@@ -96,5 +96,38 @@ class Window(NamedTuple):
         )
 
 
+DTYPES = (jnp.float32, jnp.bfloat16)  # of tokens in kernels
+
+
+def check_rule(
+    where: str, q: jax.Array, k: jax.Array, v: jax.Array,
+    others: Callable[[int, int, int, int, int], dict[str, tuple[jax.Array | None, tuple[int, ...]]]],
+    chunk_size: int, segments: Segments | None, implementation: str, implementations: tuple[str, ...],
+) -> None:  # fmt: skip
+    """Raises ValueError for arguments of a rule of a matrix memory that none of its implementations takes.
+
+    others: its other arrays and their shapes, by name, from batch, time, heads, key_dim and value_dim.
+    """
+    # A q without four axes has a shape that no array should have, so the first message names it.
+    batch, time, heads, key_dim = q.shape if q.ndim == 4 else (0, 0, 0, 0)
+    sizes = (batch, time, heads, key_dim, v.shape[-1])
+    wanted = {"q": (q, sizes[:4]), "k": (k, sizes[:4]), "v": (v, (*sizes[:3], sizes[4])), **others(*sizes)}
+    for name, (x, shape) in wanted.items():
+        if x is not None and (x.shape != shape or not time):
+            raise ValueError(
+                f"{where}: {name} has shape {x.shape}, should be {shape}, with q {q.shape} and v {v.shape}."
+            )
+    if not (q.dtype == k.dtype == v.dtype and q.dtype in DTYPES):
+        raise ValueError(
+            f"{where}: q, k, v are {q.dtype}, {k.dtype}, {v.dtype}, should all be float32 or all bfloat16."
+        )
+    if implementation not in implementations:
+        raise ValueError(f"{where}: implementation={implementation!r}, should be one of {implementations}.")
+    if chunk_size < 8 or chunk_size & (chunk_size - 1):
+        raise ValueError(f"{where}: chunk_size={chunk_size}, should be a power of two ≥ 8.")
+    if segments is not None:
+        segments.check(where, batch, time, chunk_size)
+
+
 # product(x, y, x_axis, y_axis) contracts two matrices and accumulates in float32.
 Product = Callable[[jax.Array, jax.Array, int, int], jax.Array]

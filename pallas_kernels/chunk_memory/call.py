@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.arguments import Segments, Window
+from pallas_kernels.arguments import DTYPES, Segments, Window
 from pallas_kernels.chunk_memory.chunk import Objective, Structure
 from pallas_kernels.newton_schulz.reference import Triple
 
@@ -13,7 +13,6 @@ Weights = dict[str, jax.Array]
 
 IMPLEMENTATIONS = ("pallas_tpu", "pallas_gpu", "reference")
 CHUNK_SIZES = (8, 16, 32, 64, 128, 256)
-_DTYPES = (jnp.float32, jnp.bfloat16)
 
 
 class Call(NamedTuple):
@@ -102,7 +101,7 @@ def _check_window(call: Call, window: Window) -> None:
 
 def _check_dtypes_and_weights(call: Call) -> None:
     q, k, v, weights, momenta = call.q, call.k, call.v, call.weights, call.momenta
-    if not (q.dtype == k.dtype == v.dtype and q.dtype in _DTYPES):
+    if not (q.dtype == k.dtype == v.dtype and q.dtype in DTYPES):
         raise ValueError(
             f"chunk_memory: q, k, v are {q.dtype}, {k.dtype}, {v.dtype}, should all be float32 or all bfloat16."
         )

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.arguments import Interpret, Segments
+from pallas_kernels.arguments import Interpret, Segments, check_rule
 from pallas_kernels.blocks import token_precision
 from pallas_kernels.chunk_program import Unroll
 from pallas_kernels.chunk_scan import chunk_scan
@@ -18,7 +18,6 @@ MOST_CHANNELS = 256  # maximum for keys and values
 _TOGETHER, _TOGETHER_NARROW = 4, 8
 # Chunks in one program, whose systems do not depend on each other.
 _UNROLL, _UNROLL_NARROW = Unroll(2, 1), Unroll(4, 2)
-_DTYPES = (jnp.float32, jnp.bfloat16)
 
 
 def delta_rule(
@@ -56,33 +55,15 @@ def delta_rule(
     Raises:
       ValueError: wrong shapes or dtypes, or an unknown implementation or chunk size.
     """
-    batch, time, heads, key_dim = q.shape if q.ndim == 4 else (0, 0, 0, 0)
-    value_dim = v.shape[-1]
-    wanted = {
-        "q": (q, (batch, time, heads, key_dim)),
-        "k": (k, (batch, time, heads, key_dim)),
-        "v": (v, (batch, time, heads, value_dim)),
+    others = lambda batch, time, heads, key_dim, value_dim: {
         "beta": (beta, (batch, time, heads)),
         "decay": (decay, (batch, time, heads)),
         "initial": (initial, (batch, heads, value_dim, key_dim)),
     }
-    for name, (x, shape) in wanted.items():
-        if x is not None and (x.shape != shape or not time):
-            raise ValueError(
-                f"delta_rule: {name} has shape {x.shape}, should be {shape}, with q {q.shape} and v {v.shape}."
-            )
-    if not (q.dtype == k.dtype == v.dtype and q.dtype in _DTYPES):
-        raise ValueError(
-            f"delta_rule: q, k, v are {q.dtype}, {k.dtype}, {v.dtype}, should all be float32 or all bfloat16."
-        )
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"delta_rule: implementation={implementation!r}, should be one of {IMPLEMENTATIONS}.")
+    check_rule("delta_rule", q, k, v, others, chunk_size, segments, implementation, IMPLEMENTATIONS)
+    (batch, _, heads, key_dim), value_dim = q.shape, v.shape[-1]
     if initial is None:
         initial = jnp.zeros((batch, heads, value_dim, key_dim), jnp.float32)
-    if chunk_size < 8 or chunk_size & (chunk_size - 1):
-        raise ValueError(f"delta_rule: chunk_size={chunk_size}, should be a power of two ≥ 8.")
-    if segments is not None:
-        segments.check("delta_rule", batch, time, chunk_size)
     if implementation == "reference":
         return reference.delta_rule(q, k, v, beta, decay, initial, segments, chunk_size)
     if max(key_dim, value_dim) > MOST_CHANNELS:

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.arguments import Interpret, Segments
+from pallas_kernels.arguments import Interpret, Segments, check_rule
 from pallas_kernels.blocks import token_precision
 from pallas_kernels.chunk_program import Unroll
 from pallas_kernels.chunk_scan import chunk_scan
@@ -17,7 +17,6 @@ _MOST_TOGETHER = 8  # groups of heads in one program; the heads of a group lie s
 _MOST_LANES = {jnp.dtype(jnp.float32): 512, jnp.dtype(jnp.bfloat16): 1024}  # of all of them
 # Chunks in one program, without and with a removal, whose second one in the backward kernel saves 3% and compiles twice as long.
 _UNROLL, _UNROLL_REMOVAL = Unroll(4, 2), Unroll(2, 1)
-_DTYPES = (jnp.float32, jnp.bfloat16)
 
 
 def linear_rule(
@@ -63,35 +62,16 @@ def linear_rule(
     Raises:
       ValueError: wrong shapes or dtypes, both `delta` and `removal`, or an unknown implementation or chunk size.
     """
-    batch, time, heads, key_dim = q.shape if q.ndim == 4 else (0, 0, 0, 0)
-    value_dim = v.shape[-1]
-    of_keys = batch, time, heads, key_dim
-    wanted = {
-        "q": (q, of_keys),
-        "k": (k, of_keys),
-        "v": (v, (batch, time, heads, value_dim)),
-        "decay": (decay, of_keys),
+    others = lambda batch, time, heads, key_dim, value_dim: {
+        "decay": (decay, (batch, time, heads, key_dim)),
         "beta": (beta, (batch, time, heads)),
         "initial": (initial, (batch, heads, value_dim, key_dim)),
-        **{f"removal[{i}]": (x, of_keys) for i, x in enumerate(removal or ())},
+        **{f"removal[{i}]": (x, (batch, time, heads, key_dim)) for i, x in enumerate(removal or ())},
     }
-    for name, (x, shape) in wanted.items():
-        if x is not None and (x.shape != shape or not time):
-            raise ValueError(
-                f"linear_rule: {name} has shape {x.shape}, should be {shape}, with q {q.shape} and v {v.shape}."
-            )
-    if not (q.dtype == k.dtype == v.dtype and q.dtype in _DTYPES):
-        raise ValueError(
-            f"linear_rule: q, k, v are {q.dtype}, {k.dtype}, {v.dtype}, should all be float32 or all bfloat16."
-        )
+    check_rule("linear_rule", q, k, v, others, chunk_size, segments, implementation, IMPLEMENTATIONS)
     if delta and removal is not None:
         raise ValueError("linear_rule: delta=True removes at k, so removal should be None.")
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"linear_rule: implementation={implementation!r}, should be one of {IMPLEMENTATIONS}.")
-    if chunk_size < 8 or chunk_size & (chunk_size - 1):
-        raise ValueError(f"linear_rule: chunk_size={chunk_size}, should be a power of two ≥ 8.")
-    if segments is not None:
-        segments.check("linear_rule", batch, time, chunk_size)
+    (batch, time, heads, key_dim), value_dim = q.shape, v.shape[-1]
     if initial is None:
         initial = jnp.zeros((batch, heads, value_dim, key_dim), jnp.float32)
     if implementation == "reference":
