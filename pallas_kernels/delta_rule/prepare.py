@@ -6,6 +6,9 @@ in the notation of `chunk.py`. Without decay C is K and γ is 1. T is computed i
 and as T_ij = −T_ii Σ_k L_ik T_kj between blocks.
 """
 
+import dataclasses
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -14,7 +17,18 @@ from jax.experimental.pallas import triton
 from pallas_kernels import gpu
 from pallas_kernels.arguments import Interpret, Slice
 from pallas_kernels.blocks import iota
-from pallas_kernels.delta_rule.tiles import Chunks, decays, from_ends, from_products, given, last, parts, wide
+from pallas_kernels.delta_rule.tiles import (
+    Chunks,
+    Decays,
+    Parts,
+    decays,
+    from_ends,
+    from_products,
+    given,
+    last,
+    parts,
+    wide,
+)
 
 _BLOCK = 16  # smallest size of a product
 
@@ -81,71 +95,15 @@ def prepare_backward(
         ⟨X, dX⟩.
       dk: contribution to k's cotangent from elsewhere.
     """
-    dtype, m, gated = k.dtype, chunks.size, decay is not None
+    dtype, gated = k.dtype, decay is not None
     keys, values = (parts(x.shape[-1], dtype, narrow=gated) for x in (k, v))
     product, exact = gpu.products(dtype, interpret), gpu.products(jnp.float32, interpret)
 
-    def kernel(
-        k_ref: jax.Ref,
-        v_ref: jax.Ref,
-        beta_ref: jax.Ref,
-        u_ref: jax.Ref,
-        du_ref: jax.Ref,
-        more_ref: jax.Ref,
-        *refs: jax.Ref,
-    ) -> None:
-        row, column = iota(m, 0), iota(m, 1)
-        alpha_refs, refs = refs[:gated], refs[gated:]
-        t_ref, x_ref, dx_ref, dk_ref, dv_ref, dbeta_ref, *dalpha_refs = refs
-        beta = beta_ref[...]
-        # Computed where they are used, because registers would spill otherwise.
-        again = lambda: decays(alpha_refs[0][...]) if gated else None
-        d = again()
-        scale, start, end = (beta, None, None) if d is None else (beta * d.start, d.start, d.end)
-        width = min(keys.channels, keys.size)
-        # dU X, which is −dK̂, and U dX, which is dC, for some of the key channels.
-        removed = lambda part: values.total(lambda c: product(du_ref[:, c], x_ref[c, part], 1, 0), m, width)
-        written = lambda part: values.total(lambda c: product(u_ref[:, c], dx_ref[c, part], 1, 0), m, width)
-
-        def of_values(part: Slice, dbeta: jax.Array) -> jax.Array:
-            solved = product(t_ref[...], du_ref[:, part], 0, 0)
-            dv_ref[:, part] = (beta[:, None] * solved).astype(dtype)
-            return dbeta + jnp.sum(solved * wide(v_ref[:, part]), axis=1)
-
-        dbeta = values.each(of_values, jnp.zeros((m,), jnp.float32))
-        dt = values.total(lambda c: product(du_ref[:, c], beta[:, None] * wide(v_ref[:, c]), 1, 1), m, m)
-        dt -= keys.total(lambda c: product(removed(c), scale[:, None] * wide(k_ref[:, c]), 1, 1), m, m)
-        t = t_ref[...]
-        dlower = jnp.where(row > column, -exact(exact(t, dt, 0, 0), t, 1, 1), 0.0)  # −Tᵀ dT Tᵀ
-        similarity = keys.total(lambda part: product(k_ref[:, part], k_ref[:, part], 1, 1), m, m)
-        dalpha = jnp.zeros((m,), jnp.float32)
-        if (d := again()) is not None:
-            dalpha = from_products(d, beta[:, None] * dlower * similarity, product)
-            dlower = dlower * d.products
-        dbeta += jnp.sum(dlower * similarity, axis=1)
-        dsimilarity = beta[:, None] * dlower
-
-        def of_keys(part: Slice, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            dscale, dend = sums
-            key, solved, dwritten = wide(k_ref[:, part]), product(t_ref[...], removed(part), 0, 0), written(part)
-            dscale -= jnp.sum(solved * key, axis=1)
-            dkey = wide(more_ref[:, part]) - scale[:, None] * solved
-            if end is not None:
-                dend += jnp.sum(dwritten * key, axis=1)
-                dwritten = end[:, None] * dwritten
-            dkey += product(dsimilarity, key, 1, 0) + product(dsimilarity, key, 0, 0)
-            dk_ref[:, part] = (dkey + dwritten).astype(dtype)
-            return dscale, dend
-
-        dscale, dend = keys.each(of_keys, (jnp.zeros((m,), jnp.float32), jnp.zeros((m,), jnp.float32)))
-        dbeta_ref[...] = dbeta + (dscale if start is None else start * dscale)
-        if (d := again()) is None:
-            return
-        both = lambda c, part: jnp.sum(wide(x_ref[c, part]) * wide(dx_ref[c, part]))
-        dlast = keys.total(lambda part: values.total(lambda c: both(c, part)))
-        place = jax.lax.broadcasted_iota(jnp.int32, (m,), 0)
-        dstart = beta * dscale + jnp.where(place == m - 1, dlast, 0.0)
-        dalpha_refs[0][...] = dalpha + from_ends(d, dstart, dend)
+    def kernel(*refs: jax.Ref) -> None:
+        inputs, (*outputs,) = refs[: 9 + gated], refs[9 + gated :]
+        *tokens, t, x, dx = inputs
+        alpha, dalpha = (tokens.pop(), outputs.pop()) if gated else (None, None)
+        _Backward(keys, values, product, exact, alpha, dalpha, *[*tokens, t, x, dx, *outputs]).run()
 
     found = chunks.call(
         kernel, given(k, v, beta, u, du, dk, decay), [t, x, dx],
@@ -154,6 +112,112 @@ def prepare_backward(
     )  # fmt: skip
     dk, dv, dbeta, *dalpha = found
     return dk, dv, dbeta, dalpha[0] if gated else None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Backward:
+    """The kernel of `prepare_backward` for one chunk, and references to its arrays. alpha, dalpha: None without decay.
+
+    Decays, dU X and U dX are computed where they are used, and again where they are used again: registers would spill otherwise.
+    """
+
+    keys: Parts
+    values: Parts
+    product: gpu.Product
+    exact: gpu.Product
+    alpha: jax.Ref | None
+    dalpha: jax.Ref | None
+    k: jax.Ref
+    v: jax.Ref
+    beta: jax.Ref
+    u: jax.Ref
+    du: jax.Ref
+    more: jax.Ref
+    t: jax.Ref
+    x: jax.Ref
+    dx: jax.Ref
+    dk: jax.Ref
+    dv: jax.Ref
+    dbeta: jax.Ref
+
+    def decays(self) -> Decays | None:
+        return None if self.alpha is None else decays(self.alpha[...])
+
+    def removed(self, part: Slice) -> jax.Array:
+        """dU X, which is −dK̂, for some of the key channels."""
+        return self._over_values(lambda c: self.product(self.du[:, c], self.x[c, part], 1, 0))
+
+    def written(self, part: Slice) -> jax.Array:
+        """U dX, which is dC, for some of the key channels."""
+        return self._over_values(lambda c: self.product(self.u[:, c], self.dx[c, part], 1, 0))
+
+    def _over_values(self, term: Callable[[Slice], jax.Array]) -> jax.Array:
+        return self.values.total(term, self.k.shape[0], min(self.keys.channels, self.keys.size))
+
+    def run(self) -> None:
+        beta, d = self.beta[...], self.decays()
+        scale = beta if d is None else beta * d.start
+        dbeta = self.values.each(
+            lambda part, dbeta: self.of_values(part, dbeta, beta), jnp.zeros(beta.shape, jnp.float32)
+        )
+        dbeta, dalpha, dsimilarity = self.of_system(beta, scale, dbeta)
+        zeros = (jnp.zeros(beta.shape, jnp.float32), jnp.zeros(beta.shape, jnp.float32))
+        end = None if d is None else d.end
+        dscale, dend = self.keys.each(
+            lambda part, sums: self.of_keys(part, sums, scale, end, dsimilarity), zeros
+        )  # fmt: skip
+        self.dbeta[...] = dbeta + (dscale if d is None else d.start * dscale)
+        if (d := self.decays()) is not None and self.dalpha is not None:
+            self.dalpha[...] = dalpha + self.of_start_and_end(d, beta, dscale, dend)
+
+    def of_values(self, part: Slice, dbeta: jax.Array, beta: jax.Array) -> jax.Array:
+        """dV, and dβ with what V has of it."""
+        solved = self.product(self.t[...], self.du[:, part], 0, 0)
+        self.dv[:, part] = (beta[:, None] * solved).astype(self.dv.dtype)
+        return dbeta + jnp.sum(solved * wide(self.v[:, part]), axis=1)
+
+    def of_system(self, beta: jax.Array, scale: jax.Array, dbeta: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """dβ with what L has of it, dα of P in L, and the cotangent of K Kᵀ."""
+        m, product, exact = beta.shape[0], self.product, self.exact
+        row, column = iota(m, 0), iota(m, 1)
+        dt = self.values.total(lambda c: product(self.du[:, c], beta[:, None] * wide(self.v[:, c]), 1, 1), m, m)
+        dt -= self.keys.total(lambda c: product(self.removed(c), scale[:, None] * wide(self.k[:, c]), 1, 1), m, m)
+        t = self.t[...]
+        dlower = jnp.where(row > column, -exact(exact(t, dt, 0, 0), t, 1, 1), 0.0)  # −Tᵀ dT Tᵀ
+        similarity = self.keys.total(lambda part: product(self.k[:, part], self.k[:, part], 1, 1), m, m)
+        dalpha = jnp.zeros((m,), jnp.float32)
+        if (d := self.decays()) is not None:
+            dalpha = from_products(d, beta[:, None] * dlower * similarity, product)
+            dlower = dlower * d.products
+        return dbeta + jnp.sum(dlower * similarity, axis=1), dalpha, beta[:, None] * dlower
+
+    def of_keys(
+        self, part: Slice, sums: tuple[jax.Array, jax.Array], scale: jax.Array, end: jax.Array | None,
+        dsimilarity: jax.Array,
+    ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+        """dK, and the cotangents of `scale` and `end` with what K has of them."""
+        (dscale, dend), product = sums, self.product
+        key, solved, dwritten = (
+            wide(self.k[:, part]),
+            product(self.t[...], self.removed(part), 0, 0),
+            self.written(part),
+        )
+        dscale -= jnp.sum(solved * key, axis=1)
+        dkey = wide(self.more[:, part]) - scale[:, None] * solved
+        if end is not None:
+            dend += jnp.sum(dwritten * key, axis=1)
+            dwritten = end[:, None] * dwritten
+        dkey += product(dsimilarity, key, 1, 0) + product(dsimilarity, key, 0, 0)
+        self.dk[:, part] = (dkey + dwritten).astype(self.dk.dtype)
+        return dscale, dend
+
+    def of_start_and_end(self, d: Decays, beta: jax.Array, dscale: jax.Array, dend: jax.Array) -> jax.Array:
+        """dα of A, P[end, ·] and γ."""
+        both = lambda c, part: jnp.sum(wide(self.x[c, part]) * wide(self.dx[c, part]))
+        dlast = self.keys.total(lambda part: self.values.total(lambda c: both(c, part)))
+        place = jax.lax.broadcasted_iota(jnp.int32, beta.shape, 0)
+        dstart = beta * dscale + jnp.where(place == beta.shape[0] - 1, dlast, 0.0)
+        return from_ends(d, dstart, dend)
 
 
 def _lower(beta: jax.Array, similarity: jax.Array, p: jax.Array | None) -> jax.Array:

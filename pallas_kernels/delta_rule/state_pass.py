@@ -11,6 +11,7 @@ program processes all chunks of a head with a block of X's rows in registers, an
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +59,7 @@ def state_pass(
 
         def kernel(*refs: jax.Ref) -> None:
             found = iter(refs)
-            refs_or_none = (next(found) if is_there else None for is_there in there)
+            refs_or_none: list[Any] = [next(found) if is_there else None for is_there in there]
             _Pass(gpu.products(a.dtype, interpret), chunks.size, count, parts, reverse, *refs_or_none).run()
 
         of_keys = pl.BlockSpec((None, time, None, key_dim), lambda row, j: (row // heads, 0, row % heads, 0))
