@@ -83,17 +83,10 @@ def decayed(
       heads: P; static.
     """
     size = decay.shape[0]
-    tall, flat = (lambda x: x.reshape(-1, _ROWS, x.shape[-1])), (lambda x: x.reshape(-1, x.shape[-1]))
     number = lambda width, axis: jax.lax.broadcasted_iota(jnp.int32, (1, _ROWS, width), axis)
     row, column, token = number(heads * size, 1), number(heads * size, 2) & (size - 1), number(decay.shape[1], 1)
     in_tile = column & (_ROWS - 1)
     orders = [(pair, by_key) for pair in pairs for by_key in (False, True)[: 1 + pair.turned]]
-
-    def products(query: jax.Array, key: jax.Array, pair: Pair, by_key: bool) -> jax.Array:
-        """Of all queries with all keys, in tiles."""
-        left, right = (key, query) if by_key else (query, key)
-        right = jax.lax.stop_gradient(right) if pair.turned else right
-        return tall(times_transposed(left, right, heads, pair.precision))
 
     def between(level: int, by_key: bool) -> jax.Array:
         """Whether a tile's row and column are a query and a key of neighbouring parts."""
@@ -105,32 +98,64 @@ def decayed(
     for pair, by_key in orders:
         query, key = queries[pair.query], keys[pair.key]
         if pair.own is None:
-            before = products(query, key, pair, by_key)
+            before = _products(query, key, pair, by_key, heads)
         elif by_key:
-            of_own, before = (products(x, key, pair, by_key) for x in (own[pair.own], query))
+            of_own, before = (_products(x, key, pair, by_key, heads) for x in (own[pair.own], query))
         else:  # both take the same keys through the matrix unit
-            of_own, before = _parts(products(jnp.concatenate([own[pair.own], query]), key, pair, by_key), 2)
+            of_own, before = _parts(_products(jnp.concatenate([own[pair.own], query]), key, pair, by_key, heads), 2)
         before = jnp.where(between(0, by_key), before, 0.0)
         scores.append(before if pair.own is None else _placed(row == in_tile, of_own, before))
-    whole = tall(decay)  # the product of the decays of a token's part
-    queries, keys = tuple(map(tall, queries)), tuple(map(tall, keys))
+    whole = _tall(decay)  # the product of the decays of a token's part
+    queries, keys = tuple(map(_tall, queries)), tuple(map(_tall, keys))
     for level in range(_LEVELS):
         for i, (pair, by_key) in enumerate(orders if level else []):
-            found = products(flat(queries[pair.query]), flat(keys[pair.key]), pair, by_key)
+            found = _products(_flat(queries[pair.query]), _flat(keys[pair.key]), pair, by_key, heads)
             scores[i] = _placed(between(level, by_key), found, scores[i])
         neighbour, second = exchanged(whole, level), ((token >> level) & 1) == 1
         of_query, of_key = jnp.where(second, neighbour, 1.0), jnp.where(second, 1.0, neighbour)
         queries, keys = tuple(of_query * x for x in queries), tuple(of_key * x for x in keys)
         whole = whole * neighbour
 
-    # Between tiles.
-    count = size // _ROWS
-    column = column[0]
+    return _between_tiles(whole, queries, keys, scores, orders, column[0], heads)
+
+
+def _tall(x: jax.Array) -> jax.Array:
+    """[m, lanes] in tiles, [m / 8, 8, lanes]."""
+    return x.reshape(-1, _ROWS, x.shape[-1])
+
+
+def _flat(x: jax.Array) -> jax.Array:
+    """The inverse of `_tall`."""
+    return x.reshape(-1, x.shape[-1])
+
+
+def _products(query: jax.Array, key: jax.Array, pair: Pair, by_key: bool, heads: int) -> jax.Array:
+    """Of all queries with all keys, in tiles."""
+    left, right = (key, query) if by_key else (query, key)
+    # The other order of the scores has the derivative by the right factor.
+    right = jax.lax.stop_gradient(right) if pair.turned else right
+    return _tall(times_transposed(left, right, heads, pair.precision))
+
+
+def _between_tiles(
+    whole: jax.Array, queries: Arrays, keys: Arrays, scores: list[jax.Array], orders: list[tuple[Pair, bool]],
+    column: jax.Array, heads: int,
+) -> Decayed:  # fmt: skip
+    """Merges tiles, whose scores within themselves are known, to the whole chunk.
+
+    Args:
+      whole: the product of the decays of each tile, in all of its rows.
+      queries, keys: decayed from and to their tile's ends.
+      scores: for each of `orders`, of tokens in the same tile; elsewhere anything.
+      orders: pairs, and whether their scores have keys in rows.
+      column: the column of each entry within its head, [8, P · m].
+    """
     tiles = lambda x: list(_parts(x, x.shape[0]))
     of_tile = lambda x: [jnp.where((column >> _LEVELS) == tile, y[0], 0.0) for tile, y in enumerate(tiles(x))]
     of_queries, of_keys, of_scores = [tiles(x) for x in queries], [tiles(x) for x in keys], [of_tile(x) for x in scores]
     wholes = tiles(whole)  # of each part; all rows of a tile are equal
-    for level in range(_LEVELS, size.bit_length() - 1):
+    count = len(wholes)
+    for level in range(_LEVELS, _LEVELS + count.bit_length() - 1):
         length = 1 << (level - _LEVELS)  # tiles of a part
         for x, (pair, by_key) in zip(of_scores, orders):
             its_queries, its_keys = of_queries[pair.query], of_keys[pair.key]
@@ -139,7 +164,8 @@ def decayed(
                 its_keys = [its_keys[tile] for tile in rows]
             else:
                 its_queries = [its_queries[tile] for tile in rows]
-            found = products(flat(jnp.concatenate(its_queries)), flat(jnp.concatenate(its_keys)), pair, by_key)
+            query, key = _flat(jnp.concatenate(its_queries)), _flat(jnp.concatenate(its_keys))
+            found = _products(query, key, pair, by_key, heads)
             for tile, y in zip(rows, tiles(found)):
                 part = tile // length + (1 if by_key else -1)
                 x[tile] = _placed((column >> level) == part, y[0], x[tile])
@@ -148,14 +174,17 @@ def decayed(
             for x in of_part:
                 x[tile] = x[tile] * wholes[tile // length + beside]
         wholes = [x * y for x, y in zip(wholes[::2], wholes[1::2])]
-    join = lambda x: flat(jnp.concatenate(x))
+    join = lambda x: _flat(jnp.concatenate(x))
     ordered = iter([jnp.concatenate(x) for x in of_scores])
     return Decayed(
         tuple(map(join, of_queries)),
         tuple(map(join, of_keys)),
         entry(wholes[0][0], 0),
-        tuple(Turned(next(ordered), next(ordered)) if pair.turned else next(ordered) for pair in pairs),
-    )
+        tuple(
+            Turned(next(ordered), next(ordered)) if pair.turned else next(ordered)
+            for pair, by_key in orders if not by_key
+        ),
+    )  # fmt: skip
 
 
 def read(scores: Scores, x: jax.Array, heads: int, precision: Precision) -> jax.Array:
