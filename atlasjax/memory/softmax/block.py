@@ -194,6 +194,120 @@ def read_out(
     return rule.structure.apply(linear, q, q, None)
 
 
+class _Chunk(NamedTuple):
+    """A chunk of a block including its window, E = c − 1 + b entries, and the entries of the block that may precede it.
+
+    Attributes:
+      start: its place among the entries of the block, of which `first` is the one after the window.
+      k, v, real, segment: of its entries, [E, …]; segment None if there is only one.
+      all_k: keys of all entries of the block.
+      old: number of earlier ones, static. old_coefficients, old_momentum, old_decay, old_real, old_segment: [old, …].
+    """
+
+    start: jax.Array | np.ndarray
+    first: jax.Array | np.ndarray
+    k: jax.Array
+    v: jax.Array
+    real: jax.Array
+    segment: jax.Array | None
+    all_k: jax.Array
+    old: int
+    old_coefficients: jax.Array
+    old_momentum: jax.Array | None
+    old_decay: jax.Array
+    old_real: jax.Array
+    old_segment: jax.Array | None
+
+    @property
+    def old_k(self) -> jax.Array:
+        return self.all_k[: self.old]
+
+    def sees_old(self, rule: SoftmaxSpec, at: jax.Array, segment: jax.Array | None) -> jax.Array:
+        """Whether reads at some positions see the entries before the chunk, [reads, old]."""
+        return visible(rule, at, segment, jnp.arange(self.old), self.old_real, self.old_segment)
+
+
+def _chunk_of(
+    rule: SoftmaxSpec, sizes: Sizes, carry: Carry, k: jax.Array, v: jax.Array, places: Places, n: jax.Array | np.ndarray
+) -> _Chunk:
+    """Chunk number n. carry: that of `run_block` before the chunk, with places for the block's entries; k, v: of all entries."""
+    old, start = rule.window - 1 + sizes.block - sizes.chunk, n * sizes.chunk
+    cut = lambda x: jax.lax.dynamic_slice_in_dim(x, start, rule.window - 1 + sizes.chunk)
+    first = start + rule.window - 1
+    return _Chunk(
+        start=start,
+        first=first,
+        k=cut(k),
+        v=cut(v),
+        real=cut(places.real),
+        segment=None if places.segment is None else cut(places.segment),
+        all_k=k,
+        old=old,
+        old_coefficients=carry.coefficients[:old],
+        old_momentum=None if carry.momentum is None else carry.momentum[:old],
+        old_decay=carry.decay[:old],
+        old_real=places.real[:old] & (jnp.arange(old) < first),
+        old_segment=None if places.segment is None else places.segment[:old],
+    )
+
+
+def _hidden(
+    rule: SoftmaxSpec, chunk: _Chunk, part: Partial | None, start: Transition, width: int, dtype: jnp.dtype
+) -> jax.Array:
+    """h of the chunk's keys, [E, width]. part: their sums over the earlier cache. None: gradients do not depend on the memory."""
+    if part is None:
+        return jnp.zeros((chunk.k.shape[0], width), chunk.k.dtype)
+    sees = chunk.sees_old(rule, jnp.full(chunk.k.shape[:1], chunk.first - 1), chunk.segment)
+    raw = sums.scores(rule, chunk.k, chunk.old_k, dtype)
+    kappa, value, mass = sums.join(rule, part, start.decay, start.momentum, raw, chunk.old_decay[None], sees)
+    return sums.divide(value + dot(kappa, chunk.old_coefficients, dtype), mass)
+
+
+def _hidden_of_queries(
+    rule: SoftmaxSpec, chunk: _Chunk, part: Partial, start: Transition, q: jax.Array, coef: Coefficients, left: jax.Array,
+    dtype: jnp.dtype,
+) -> jax.Array:  # fmt: skip
+    """h of the chunk's queries, [b, width]: the earlier cache (`part`), the entries before the chunk, and those of the chunk and
+    its window, with what the chunk's own steps add to them (`left`, ∂ℓ/∂h)."""
+    (b, _), E, old = q.shape, chunk.k.shape[0], chunk.old
+    A, s = coef.decay, coef.momentum
+    at = chunk.first + jnp.arange(b)
+    segment = None if chunk.segment is None else chunk.segment[E - b :]
+    own = visible(rule, at, segment, chunk.start + jnp.arange(E), chunk.real, chunk.segment)
+    sees = jnp.concatenate([chunk.sees_old(rule, at, segment), own], axis=1)
+    weight = jnp.concatenate([A[:, None] * chunk.old_decay[None], jnp.zeros((b, E - b), A.dtype), coef.entries], axis=1)
+    raw = sums.scores(rule, q, jnp.concatenate([chunk.old_k, chunk.k]), dtype)
+    decay, momentum = A * start.decay, None
+    if s is not None:
+        assert start.momentum is not None
+        assert start.momentum_decay is not None
+        momentum = A * start.momentum + s * start.momentum_decay
+    kappa, value, mass = sums.join(rule, part, decay, momentum, raw, weight, sees)
+    kappa_old, kappa = kappa[:, :old], kappa[:, old:]
+    if old:
+        value = value + A[:, None] * dot(kappa_old, chunk.old_coefficients, dtype)
+        if s is not None and chunk.old_momentum is not None:
+            value = value + s[:, None] * dot(kappa_old, chunk.old_momentum, dtype)
+    return sums.divide(value + dot(kappa * coef.gradients, left, dtype), mass)
+
+
+def _committed(carry: Carry, chunk: _Chunk, coef: Coefficients, left: jax.Array, factors: dict[str, Factors]) -> Carry:
+    """The carry after a chunk. carry: that before it, with the weights that its tokens read."""
+    put = lambda x, new, at: jax.lax.dynamic_update_slice_in_dim(x, new, at, 0)
+    add = lambda x, by: put(
+        x, jax.lax.dynamic_slice_in_dim(x, chunk.start, left.shape[0]) + by[:, None] * left, chunk.start
+    )
+    a = add(moved(carry.coefficients, carry.momentum, coef.end), coef.end_gradients)
+    momentum = None
+    if carry.momentum is not None:
+        assert coef.end_momentum is not None
+        assert coef.end.momentum_decay is not None
+        momentum = add(coef.end.momentum_decay * carry.momentum, coef.end_momentum)
+    rho = put(coef.end.decay * carry.decay, coef.end_entries, chunk.first)
+    weights, weights_momentum = write_weights(carry.weights, carry.weights_momentum, factors, coef)
+    return Carry(a, momentum, rho, weights, weights_momentum)
+
+
 def run_block(
     rule: SoftmaxSpec, sizes: Sizes, initial: Weights, carry: Carry, part: Partial, tokens: BlockTokens, places: Places
 ) -> tuple[Carry, Cache, jax.Array]:
@@ -209,106 +323,38 @@ def run_block(
     Returns:
       The carry after the block; the entries that no later step changes, without their keys; y [block, value_dim].
     """
-    c, b, dtype = rule.window, sizes.chunk, sizes.dtype
-    E, old = (
-        c - 1 + b,
-        c - 1 + sizes.block - b,
-    )  # entries of a chunk including its window; entries that may precede a chunk
-    wide = carry.decay.dtype
+    dtype, wide = sizes.dtype, carry.decay.dtype
     q, k, v = (x.astype(wide) for x in (tokens.q, tokens.k, tokens.v))
-    grow = lambda x: jnp.pad(x, ((0, sizes.block), *((0, 0),) * (x.ndim - 1)))
+    grow = lambda x: None if x is None else jnp.pad(x, ((0, sizes.block), *((0, 0),) * (x.ndim - 1)))
     key_part, query_part = _by_chunk(rule, sizes, part)
-    entry = jnp.arange(c - 1 + sizes.block)
 
-    def chunk(carry: Carry, xs: _ChunkInputs) -> tuple[Carry, jax.Array]:
+    def run_chunk(carry: Carry, xs: _ChunkInputs) -> tuple[Carry, jax.Array]:
         n, q, coef, start, key_part, query_part, reset = xs
-        cut = lambda x: jax.lax.dynamic_slice_in_dim(x, n * b, E)
-        put = lambda x, new, at: jax.lax.dynamic_update_slice_in_dim(x, new, at, 0)
-        weights, weights_momentum = carry.weights, carry.weights_momentum
         if reset is not None:
-            weights = jax.tree.map(lambda w, i: jnp.where(reset, i, w), weights, initial)
-            weights_momentum = jax.tree.map(lambda s: jnp.where(reset, 0.0, s), weights_momentum)
-        k_chunk, v_chunk, first = cut(k), cut(v), n * b + c - 1  # first: the chunk's first entry
-        segment = None if places.segment is None else cut(places.segment)
-        old_segment = None if places.segment is None else places.segment[:old]
-        old_real = places.real[:old] & (entry[:old] < first)
-        a_old, rho_old = carry.coefficients[:old], carry.decay[:old]
-
-        if key_part is None:  # the gradient does not depend on the memory
-            h = jnp.zeros((E, carry.coefficients.shape[1]), wide)
-        else:
-            sees = visible(rule, jnp.full((E,), first - 1), segment, entry[:old], old_real, old_segment)
-            kappa, value, mass = sums.join(
-                rule,
-                key_part,
-                start.decay,
-                start.momentum,
-                sums.scores(rule, k_chunk, k[:old], dtype),
-                rho_old[None],
-                sees,
+            carry = carry._replace(
+                weights=jax.tree.map(lambda w, i: jnp.where(reset, i, w), carry.weights, initial),
+                weights_momentum=jax.tree.map(lambda s: jnp.where(reset, 0.0, s), carry.weights_momentum),
             )
-            h = sums.divide(value + dot(kappa, a_old, dtype), mass)
-        left, factors, out = gradients(rule, weights, h, k_chunk, v_chunk, dtype)
-        coef = with_bound(rule, coef, left, factors, out, v_chunk)
-
-        # Reads: the entries before the chunk, then those of the chunk and its window, including what this chunk's steps add.
-        A, s = coef.decay, coef.momentum
-        at = first + jnp.arange(b)
-        own_segment = None if segment is None else segment[c - 1 :]
-        sees = jnp.concatenate(
-            [
-                visible(rule, at, own_segment, entry[:old], old_real, old_segment),
-                visible(rule, at, own_segment, n * b + jnp.arange(E), cut(places.real), segment),
-            ],
-            axis=1,
-        )
-        weight = jnp.concatenate([A[:, None] * rho_old[None], jnp.zeros((b, c - 1), wide), coef.entries], axis=1)
-        raw = sums.scores(rule, q, jnp.concatenate([k[:old], k_chunk]), dtype)
-        decay, momentum = A * start.decay, None
-        if s is not None:
-            assert start.momentum is not None
-            assert start.momentum_decay is not None
-            momentum = A * start.momentum + s * start.momentum_decay
-        kappa, value, mass = sums.join(rule, query_part, decay, momentum, raw, weight, sees)
-        kappa_old, kappa = kappa[:, :old], kappa[:, old:]
-        if old:
-            value = value + A[:, None] * dot(kappa_old, a_old, dtype)
-            if s is not None and carry.momentum is not None:
-                value = value + s[:, None] * dot(kappa_old, carry.momentum[:old], dtype)
-        h = sums.divide(value + dot(kappa * coef.gradients, left, dtype), mass)
-        y = read_out(rule, h, q, weights, weights_momentum, factors, A, s, coef.gradients, dtype)
-
-        # Commit.
-        a = moved(carry.coefficients, carry.momentum, coef.end)
-        a = put(a, cut(a) + coef.end_gradients[:, None] * left, n * b)
-        momentum = None
-        if carry.momentum is not None:
-            assert coef.end_momentum is not None
-            assert coef.end.momentum_decay is not None
-            momentum = coef.end.momentum_decay * carry.momentum
-            momentum = put(momentum, cut(momentum) + coef.end_momentum[:, None] * left, n * b)
-        rho = put(coef.end.decay * carry.decay, coef.end_entries, first)
-        weights, weights_momentum = write_weights(weights, weights_momentum, factors, coef)
-        return Carry(a, momentum, rho, weights, weights_momentum), y
+        chunk = _chunk_of(rule, sizes, carry, k, v, places, n)
+        h = _hidden(rule, chunk, key_part, start, carry.coefficients.shape[1], dtype)
+        left, factors, out = gradients(rule, carry.weights, h, chunk.k, chunk.v, dtype)
+        coef = with_bound(rule, coef, left, factors, out, chunk.v)
+        h = _hidden_of_queries(rule, chunk, query_part, start, q, coef, left, dtype)
+        at = coef.decay, coef.momentum, coef.gradients
+        y = read_out(rule, h, q, carry.weights, carry.weights_momentum, factors, *at, dtype)
+        return _committed(carry, chunk, coef, left, factors), y
 
     local = carry._replace(
-        coefficients=grow(carry.coefficients),
-        momentum=None if carry.momentum is None else grow(carry.momentum),
-        decay=grow(carry.decay),
+        coefficients=grow(carry.coefficients), momentum=grow(carry.momentum), decay=grow(carry.decay)
     )
-    stacked = q.reshape(sizes.chunks, b, -1)
+    stacked = q.reshape(sizes.chunks, sizes.chunk, -1)
     xs = (np.arange(sizes.chunks), stacked, tokens.coefficients, tokens.start, key_part, query_part, places.reset)
     if sizes.chunks == 1:
-        local, y = chunk(local, jax.tree.map(lambda x: x[0], xs))
+        local, y = run_chunk(local, jax.tree.map(lambda x: x[0], xs))
     else:
-        local, y = meshes.scan(chunk, local, xs)
+        local, y = meshes.scan(run_chunk, local, xs)
         y = y.reshape(sizes.block, -1)
-    done = lambda x: None if x is None else x[: sizes.block]
-    left_open = lambda x: None if x is None else x[sizes.block :]
-    finished = Cache(k[:0], local.coefficients[: sizes.block], done(local.momentum), local.decay[: sizes.block])
-    carry = local._replace(
-        coefficients=local.coefficients[sizes.block :],
-        momentum=left_open(local.momentum),
-        decay=local.decay[sizes.block :],
-    )
-    return carry, finished, y
+    entries = (local.coefficients, local.momentum, local.decay)
+    done = jax.tree.map(lambda x: x[: sizes.block], entries)
+    left_open = jax.tree.map(lambda x: x[sizes.block :], entries)
+    return Carry(*left_open, local.weights, local.weights_momentum), Cache(k[:0], *done), y
