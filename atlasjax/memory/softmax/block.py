@@ -222,7 +222,7 @@ class _Chunk(NamedTuple):
     def old_k(self) -> jax.Array:
         return self.all_k[: self.old]
 
-    def sees_old(self, rule: SoftmaxSpec, at: jax.Array, segment: jax.Array | None) -> jax.Array:
+    def sees_old(self, rule: SoftmaxSpec, at: jax.Array | np.ndarray, segment: jax.Array | None) -> jax.Array:
         """Whether reads at some positions see the entries before the chunk, [reads, old]."""
         return visible(rule, at, segment, jnp.arange(self.old), self.old_real, self.old_segment)
 
@@ -325,7 +325,7 @@ def run_block(
     """
     dtype, wide = sizes.dtype, carry.decay.dtype
     q, k, v = (x.astype(wide) for x in (tokens.q, tokens.k, tokens.v))
-    grow = lambda x: None if x is None else jnp.pad(x, ((0, sizes.block), *((0, 0),) * (x.ndim - 1)))
+    grow = lambda x: jnp.pad(x, ((0, sizes.block), *((0, 0),) * (x.ndim - 1)))
     key_part, query_part = _by_chunk(rule, sizes, part)
 
     def run_chunk(carry: Carry, xs: _ChunkInputs) -> tuple[Carry, jax.Array]:
@@ -344,9 +344,8 @@ def run_block(
         y = read_out(rule, h, q, carry.weights, carry.weights_momentum, factors, *at, dtype)
         return _committed(carry, chunk, coef, left, factors), y
 
-    local = carry._replace(
-        coefficients=grow(carry.coefficients), momentum=grow(carry.momentum), decay=grow(carry.decay)
-    )
+    coefficients, momentum, decay = jax.tree.map(grow, (carry.coefficients, carry.momentum, carry.decay))
+    local = Carry(coefficients, momentum, decay, carry.weights, carry.weights_momentum)
     stacked = q.reshape(sizes.chunks, sizes.chunk, -1)
     xs = (np.arange(sizes.chunks), stacked, tokens.coefficients, tokens.start, key_part, query_part, places.reset)
     if sizes.chunks == 1:
@@ -357,4 +356,6 @@ def run_block(
     entries = (local.coefficients, local.momentum, local.decay)
     done = jax.tree.map(lambda x: x[: sizes.block], entries)
     left_open = jax.tree.map(lambda x: x[sizes.block :], entries)
-    return Carry(*left_open, local.weights, local.weights_momentum), Cache(k[:0], *done), y
+    coefficients, momentum, decay = left_open
+    carry = Carry(coefficients, momentum, decay, local.weights, local.weights_momentum)
+    return carry, Cache(k[:0], *done), y
