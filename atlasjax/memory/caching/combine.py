@@ -152,6 +152,31 @@ def read_layer(
     return meshes.scan(one, y, (jnp.arange(gamma.shape[-1]), jnp.moveaxis(gamma, -1, 0)))[0]
 
 
+def _laid(count: int, size: int, blocks: int, index: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The reads of one head in blocks that read one memory each.
+
+    Args:
+      count, size, blocks: numbers of memories, of places in a block, and of blocks; static.
+      index: [tokens, k], as in `read_selected`.
+
+    Returns:
+      The token of each place [blocks · size], the memory of each block, and the place of each read [tokens · k].
+    """
+    reads, k = index.size, index.shape[1]
+    flat = index.reshape(-1)
+    order = jnp.argsort(flat, stable=True)
+    number = jnp.zeros(count + 1, jnp.int32).at[flat].add(1)[:count]
+    needed = -(-number // size)
+    ends = jnp.cumsum(needed)
+    start = jnp.concatenate([jnp.cumsum(number) - number, jnp.zeros(1, jnp.int32)])
+    rank = jnp.arange(reads, dtype=jnp.int32) - start[flat[order]]
+    first = jnp.concatenate([(ends - needed) * size, jnp.full(1, blocks * size, jnp.int32)])
+    target = jnp.where(flat[order] < count, first[flat[order]] + rank, blocks * size)
+    place = jnp.zeros(reads, jnp.int32).at[order].set(target.astype(jnp.int32))
+    token = jnp.zeros(blocks * size, jnp.int32).at[place].set(jnp.arange(reads, dtype=jnp.int32) // k, mode="drop")
+    return token, jnp.minimum(jnp.searchsorted(ends, jnp.arange(blocks), side="right"), count - 1), place
+
+
 def read_selected(
     rule: Rule,
     dtype: jnp.dtype,
@@ -183,23 +208,7 @@ def read_selected(
     size = min(_BLOCK, tokens)
     blocks = math.ceil(tokens * k / size) + count
 
-    def lay(index: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """For one head: each slot's token [blocks · size], each block's memory, and the slot of each read [tokens · k]."""
-        flat = index.reshape(-1)
-        order = jnp.argsort(flat, stable=True)
-        number = jnp.zeros(count + 1, jnp.int32).at[flat].add(1)[:count]
-        needed = -(-number // size)
-        ends = jnp.cumsum(needed)
-        start = jnp.concatenate([jnp.cumsum(number) - number, jnp.zeros(1, jnp.int32)])
-        rank = jnp.arange(tokens * k, dtype=jnp.int32) - start[flat[order]]
-        first = jnp.concatenate([(ends - needed) * size, jnp.full(1, blocks * size, jnp.int32)])
-        target = jnp.where(flat[order] < count, first[flat[order]] + rank, blocks * size)
-        place = jnp.zeros(tokens * k, jnp.int32).at[order].set(target.astype(jnp.int32))
-        token = (
-            jnp.zeros(blocks * size, jnp.int32).at[place].set(jnp.arange(tokens * k, dtype=jnp.int32) // k, mode="drop")
-        )
-        return token, jnp.minimum(jnp.searchsorted(ends, jnp.arange(blocks), side="right"), count - 1), place
-
+    lay = functools.partial(_laid, count, size, blocks)
     token, which, place = jax.vmap(jax.vmap(lay))(index)
     rows = jnp.take_along_axis(q, token[..., None], axis=2).reshape(batch, heads, blocks, size, -1)
     run = over_heads(rule, dtype)
@@ -213,7 +222,7 @@ def read_selected(
     xs = (jnp.moveaxis(rows, 2, 0), jnp.moveaxis(which, 2, 0))
     _, out = meshes.scan(lambda _, x: (None, block(params, by_row, *x)), None, xs)
     out = jnp.moveaxis(out, 0, 2).reshape(batch, heads, blocks * size, -1)
-    # Empty reads have no slot and get zeros.
+    # Empty reads have no place and get zeros.
     read = jax.vmap(jax.vmap(lambda x, p: x.at[p].get(mode="fill", fill_value=0.0)))(out, place)
     return jnp.einsum("bhtk,bhtkv->bhtv", gamma, read.reshape(batch, heads, tokens, k, -1))
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from atlasjax.check import is_integer
+from atlasjax.memory.axes.optimizers import Optimizer
 from atlasjax.memory.choices import PartsWithFeatures
 from pallas_kernels.newton_schulz import SCHEDULES
 
@@ -17,6 +18,19 @@ class Choices(PartsWithFeatures, Protocol):
     def chunk_size(self) -> int: ...
     @property
     def uses_muon(self) -> bool: ...
+
+
+def _clashes_of_muon(kind: Optimizer) -> Iterator[tuple[str, str]]:
+    """What an optimizer that orthogonalizes must have, which may be a user's own."""
+    optimizer = f"optimizer={kind!r}"
+    steps, schedule = (getattr(kind, name, None) for name in ("steps", "schedule"))
+    if not is_integer(steps, 0):
+        yield optimizer, f"its steps={steps!r}, which should be an integer ≥ 0 as it orthogonalizes."
+    if schedule not in SCHEDULES:
+        known = " or ".join(map(repr, SCHEDULES))
+        yield optimizer, f"its schedule={schedule!r}, which should be {known} as it orthogonalizes."
+    if not kind.has_momentum:
+        yield optimizer, "its has_momentum=False, which should be True as it orthogonalizes its momentum."
 
 
 def clashes(rule: Choices) -> Iterator[tuple[str, str]]:
@@ -37,14 +51,7 @@ def clashes(rule: Choices) -> Iterator[tuple[str, str]]:
             "not decayed token by token. Use chunk_size=1.",
         )
     if rule.uses_muon:
-        steps, schedule = (getattr(rule.optimizer, name, None) for name in ("steps", "schedule"))
-        if not is_integer(steps, 0):
-            yield optimizer, f"its steps={steps!r}, which should be an integer ≥ 0 as it orthogonalizes."
-        if schedule not in SCHEDULES:
-            known = " or ".join(map(repr, SCHEDULES))
-            yield optimizer, f"its schedule={schedule!r}, which should be {known} as it orthogonalizes."
-        if not rule.optimizer.has_momentum:
-            yield optimizer, "its has_momentum=False, which should be True as it orthogonalizes its momentum."
+        yield from _clashes_of_muon(rule.optimizer)
     if rule.retention.has_map and rule.uses_muon:
         yield (
             retention,

@@ -34,35 +34,11 @@ def xla_step(
     soup: Soup | None = None,
 ) -> tuple[jax.Array, MemoryState]:
     """One token, without the time axis. soup: see `xla_scan`."""
-    q, k, v, gates, _ = tokens
+    q = tokens.q
     wide = wide_dtype(q.dtype)
-    batch, heads, _ = q.shape
-    gates = rule.within_horizon(gates)
     sizes = Plan(1, 1, 1, product_dtype(q.dtype))
 
-    def up(x: MaybeArray) -> MaybeArray:
-        return None if x is None else x.astype(wide)[:, :, None]
-
-    step_size = gates.step_size
-    if rule.optimizer.every > 1 and state.position is not None:
-        assert step_size is not None
-        writes = (state.position + 1) % rule.optimizer.every == 0
-        step_size = jnp.where(writes.reshape(-1, *(1,) * (step_size.ndim - 1)), step_size, 0.0)
-    gamma = jnp.ones((batch, heads, 1), wide) if gates.window_weights is None else gates.window_weights
-    slot = Slot(
-        q=up(q),
-        k=up(k),
-        v=up(v),
-        retention=up(gates.retention),
-        step_size=up(step_size),
-        momentum_decay=up(gates.momentum_decay),
-        window_weights=up(gamma),
-        threshold=up(gates.threshold),
-        removal_key=up(gates.removal_key),
-        removal=up(gates.removal),
-        real=None,
-        soup=None if soup is None else up(soup.gates),
-    )
+    slot = _slot(rule, state, tokens, soup)
     count = window_count_of(state)
     if rule.is_linear:
         up_params = jax.tree.map(lambda x: x.astype(wide), params)
@@ -86,6 +62,38 @@ def xla_step(
         window_count=None if state.window_count is None else jnp.minimum(count + 1, rule.window - 1),
         position=position,
         segment=state.segment,
+    )
+
+
+def _slot(rule: MemorySpec, state: MemoryState, tokens: Tokens, soup: Soup | None) -> Slot:
+    """One token as a slot. A token at which `Optimizer.every` does not write has η = 0."""
+    q, k, v, gates, _ = tokens
+    wide = wide_dtype(q.dtype)
+    batch, heads, _ = q.shape
+    gates = rule.within_horizon(gates)
+
+    def up(x: MaybeArray) -> MaybeArray:
+        return None if x is None else x.astype(wide)[:, :, None]
+
+    step_size = gates.step_size
+    if rule.optimizer.every > 1 and state.position is not None:
+        assert step_size is not None
+        writes = (state.position + 1) % rule.optimizer.every == 0
+        step_size = jnp.where(writes.reshape(-1, *(1,) * (step_size.ndim - 1)), step_size, 0.0)
+    gamma = jnp.ones((batch, heads, 1), wide) if gates.window_weights is None else gates.window_weights
+    return Slot(
+        q=up(q),
+        k=up(k),
+        v=up(v),
+        retention=up(gates.retention),
+        step_size=up(step_size),
+        momentum_decay=up(gates.momentum_decay),
+        window_weights=up(gamma),
+        threshold=up(gates.threshold),
+        removal_key=up(gates.removal_key),
+        removal=up(gates.removal),
+        real=None,
+        soup=None if soup is None else up(soup.gates),
     )
 
 
