@@ -113,9 +113,9 @@ MEMORY_MAY_IMPORT = {
     "rule": {"check", "gates", "tokens"},
     "family": {"gates", "layerwise", "rule", "tokens"},
     "partition": {"rule", "tokens"},
-    "choices": {"axes", "gates", "fast_weights", "products"},  # the last one for the type of parameters
-    "fast_weights": _SHARED | {"choices"},
-    "softmax": _SHARED | {"choices"},
+    "part_checks": {"axes", "gates", "fast_weights", "products"},  # the last one for the type of parameters
+    "fast_weights": _SHARED | {"part_checks"},
+    "softmax": _SHARED | {"part_checks"},
     "caching": _SHARED | {"fast_weights", "softmax", "wrapped"},
     "log_linear": _SHARED | {"caching", "wrapped"},
     "wrapped": {"family", "gates", "rule", "tokens"},

@@ -12,12 +12,12 @@ import numpy as np
 from atlasjax.memory import blocks, limits, meshes
 from atlasjax.memory.axes import structures
 from atlasjax.memory.axes.optimizers import OptimizerState
-from atlasjax.memory.choices import check_all_applied, check_applied
 from atlasjax.memory.fast_weights import bounds, dual, formed, mapped, sequential, step_sizes
 from atlasjax.memory.fast_weights.block import Block, BlockFunction, Written
 from atlasjax.memory.fast_weights.spec import MemorySpec
 from atlasjax.memory.fast_weights.state import MemoryParams
 from atlasjax.memory.gates import Weights
+from atlasjax.memory.part_checks import check_all_applied, check_applied
 from atlasjax.memory.products import wide_dtype
 
 # Block lengths: number of tokens combined at once. They never affect the result (SEMANTICS 1.4).

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from atlasjax.check import is_integer
 from atlasjax.memory.axes.optimizers import Optimizer
-from atlasjax.memory.choices import PartsWithFeatures
+from atlasjax.memory.part_checks import PartsWithFeatures
 from pallas_kernels.newton_schulz import SCHEDULES
 
 

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray
 
 from atlasjax.memory.check import check_floating, check_output, check_shape
-from atlasjax.memory.choices import check_choices, check_parts
 from atlasjax.memory.fast_weights.spec import MemorySpec
 from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState
+from atlasjax.memory.part_checks import check_choices, check_parts
 from atlasjax.memory.products import wide_dtype
 
 

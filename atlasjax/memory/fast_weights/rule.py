@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from atlasjax.memory.choices import check_parts
 from atlasjax.memory.fast_weights import init
 from atlasjax.memory.fast_weights.chunk import Soup
 from atlasjax.memory.fast_weights.read import read_cached, read_mixed, read_state, residual
@@ -18,6 +17,7 @@ from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState, soup
 from atlasjax.memory.fast_weights.step import xla_step, xla_step_layer
 from atlasjax.memory.fast_weights.suggested import has_steps_of_one_size, suggested_steps
 from atlasjax.memory.gates import Weights
+from atlasjax.memory.part_checks import check_parts
 from atlasjax.memory.rule import ScanCall, Sizes
 from atlasjax.memory.tokens import Tokens
 

@@ -17,12 +17,12 @@ from atlasjax.memory.axes.base import check_choice
 from atlasjax.memory.axes.optimizers import OptimizerState
 from atlasjax.memory.blocks import Factors, exact
 from atlasjax.memory.check import check_range
-from atlasjax.memory.choices import check_feature_dim
 from atlasjax.memory.family import FamilyRule
 from atlasjax.memory.fast_weights.bounds import Bound, LimitedSlope, largest_norm, within_norm
 from atlasjax.memory.fast_weights.clashes import clashes
 from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState
 from atlasjax.memory.gates import Gates, Weights
+from atlasjax.memory.part_checks import check_feature_dim
 
 
 @dataclasses.dataclass(frozen=True)

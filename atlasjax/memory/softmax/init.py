@@ -6,7 +6,7 @@ from jaxtyping import PRNGKeyArray
 
 from atlasjax import check
 from atlasjax.memory.check import check_floating, check_output, check_shape
-from atlasjax.memory.choices import check_softmax_choices
+from atlasjax.memory.part_checks import check_softmax_choices
 from atlasjax.memory.products import wide_dtype
 from atlasjax.memory.softmax.spec import SoftmaxSpec
 from atlasjax.memory.softmax.state import SoftmaxParams, SoftmaxState, Tail

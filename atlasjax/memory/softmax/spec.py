@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from atlasjax import check
-from atlasjax.memory import choices
+from atlasjax.memory import part_checks
 from atlasjax.memory.axes import objectives, optimizers, structures
 from atlasjax.memory.axes import retention as retention_lib
 from atlasjax.memory.axes.base import Axis, check_choice
@@ -159,11 +159,11 @@ def _readers(structure: structures.Structure) -> list[str]:
     """The matrices that read the features."""
     found: list[str] = []
     applied: set[str] = set()
-    shapes = choices.check_weight_shapes(structure, 1, 1)
+    shapes = part_checks.check_weight_shapes(structure, 1, 1)
 
     def apply(x: jax.Array) -> jax.Array:
         def linear(name: str, h: jax.Array) -> jax.Array:
-            choices.check_applied(structure, name, shapes, applied)
+            part_checks.check_applied(structure, name, shapes, applied)
             applied.add(name)
             if h is x:
                 found.append(name)
@@ -173,7 +173,7 @@ def _readers(structure: structures.Structure) -> list[str]:
 
     # Traced and not run, because creating a rule must not initialize devices before `jax.distributed.initialize`.
     told = f"{type(structure).__name__}.apply"
-    choices.tried(told, lambda: jax.eval_shape(apply, jax.ShapeDtypeStruct((1, 1), jnp.float32)))
+    part_checks.tried(told, lambda: jax.eval_shape(apply, jax.ShapeDtypeStruct((1, 1), jnp.float32)))
     return found
 
 
@@ -184,7 +184,7 @@ def _clashes(rule: SoftmaxSpec) -> Iterator[str]:
     if rule.structure.norm:
         yield f"{structure}: a LayerNorm inside is not supported for softmax memories; use norm=False."
     elif not rule.structure.is_matrix and (
-        len(choices.check_weight_shapes(rule.structure, 1, 1)) != 2 or _readers(rule.structure) != [rule.inner]
+        len(part_checks.check_weight_shapes(rule.structure, 1, 1)) != 2 or _readers(rule.structure) != [rule.inner]
     ):
         yield f"{structure}: a softmax memory must be Matrix(), or have two matrices, one of which reads φ*, such as MLP(depth=2)."
     if rule.objective.removes or rule.objective.uses_threshold:
