@@ -87,6 +87,7 @@ ON_TOP = {"atlasjax", "atlasjax.__main__", "atlasjax.cli"}  # may import all; no
 _SHARED = {
     "axes",
     "blocks",
+    "call_checks",
     "check",
     "family",
     "gates",
@@ -109,8 +110,9 @@ MEMORY_MAY_IMPORT = {
     "meshes": {"tokens"},
     "grid": {"products"},
     "layerwise": {"grid", "rule", "tokens"},
-    "check": {"gates", "products", "tokens"},
-    "rule": {"check", "gates", "tokens"},
+    "check": set(),
+    "call_checks": {"check", "gates", "tokens"},
+    "rule": {"call_checks", "gates", "tokens"},
     "family": {"gates", "layerwise", "rule", "tokens"},
     "partition": {"rule", "tokens"},
     "part_checks": {"axes", "gates", "fast_weights", "products"},  # the last one for the type of parameters
@@ -119,13 +121,14 @@ MEMORY_MAY_IMPORT = {
     "caching": _SHARED | {"fast_weights", "softmax", "wrapped"},
     "log_linear": _SHARED | {"caching", "wrapped"},
     "wrapped": {"family", "gates", "rule", "tokens"},
-    "saved": {"check", "rule"},
+    "saved": {"call_checks", "check", "rule"},
     "tuned": set(),
     "backends": {"fast_weights", "gates", "rule", "tokens", "tuned"},  # the types of what kernels are asked
     "suggested": {"gates", "rule"},
     "truncation": {"grid", "meshes", "rule", "tokens"},
     "api": {
         "backends",
+        "call_checks",
         "check",
         "fast_weights",
         "gates",

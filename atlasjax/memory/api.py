@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from atlasjax.check import integer
-from atlasjax.memory import backends, check
+from atlasjax.memory import backends, call_checks, check
 from atlasjax.memory.fast_weights.kernels import PALLAS
 from atlasjax.memory.gates import Gates
 from atlasjax.memory.layerwise import step_layer, take_layer
@@ -156,9 +156,9 @@ def scan(
                 "from one piece to the next. Use truncation=None, or one call for each segment without segment_ids."
             )
     if check_gates:
-        check.check_gate_ranges(tokens.gates, where)
+        call_checks.check_gate_ranges(tokens.gates, where)
     if state is not None and segment_ids is None:
-        check.check_room(rule, state, q.shape[1], where)
+        call_checks.check_room(rule, state, q.shape[1], where)
     if at_chunk_start and state is not None and segment_ids is not None:
         raise ValueError(f"{where}: at_chunk_start is given with segment_ids, whose segments have their own chunks.")
     if truncation is not None:
@@ -252,15 +252,15 @@ def step(
     where = "memory.step"
     check_rule(rule, where)
     tokens = Tokens(q, k, v, gates)
-    tokens = tokens._replace(gates=check.whole_gates(rule, tokens, where))
+    tokens = tokens._replace(gates=call_checks.whole_gates(rule, tokens, where))
     if layer is not None:
         layer = check.whole_layer(layer, state, where)
     own = take_layer(state, layer)
     rule.check_call(params, own, *tokens[:4], time=False, where=where)
     _check_arrays(params, state, tokens, where)
     if check_gates:
-        check.check_gate_ranges(tokens.gates, where)
-    check.check_room(rule, own, 1, where)
+        call_checks.check_gate_ranges(tokens.gates, where)
+    call_checks.check_room(rule, own, 1, where)
     params = rule.for_heads(params, q.shape[1])
     if layer is None:
         run = lambda params, state, tokens: rule.step(params, state, *tokens[:4])
@@ -271,7 +271,7 @@ def step(
 
 def _checked(rule: Rule[Params, State], params: Params, state: State | None, tokens: Tokens, where: str) -> Tokens:
     """The tokens of a sequence with whole gates, after the checks of a call. Segment ids are not checked here."""
-    tokens = tokens._replace(gates=check.whole_gates(rule, tokens, where))
+    tokens = tokens._replace(gates=call_checks.whole_gates(rule, tokens, where))
     rule.check_call(params, state, *tokens[:4], time=True, where=where)
     _check_arrays(params, state, tokens, where)
     return tokens
@@ -309,7 +309,7 @@ def read(
     check_rule(rule, where)
     if connector is not None and not rule.has_connector:
         raise ValueError(f"{where}: connector is given, but a {type(rule).__name__} does not use it.")
-    check.check_read(rule, params, state, q, where)
+    call_checks.check_read(rule, params, state, q, where)
     if blend is not None and not getattr(rule, "blended", False):
         raise ValueError(f"{where}: blend is given, but only a CachedRule with blended=True uses it.")
     check.check_arrays(where, params=params, state=state, q=q, connector=connector, blend=blend)
@@ -358,7 +358,7 @@ def soup(
     if not isinstance(states, list | tuple) or hasattr(states, "_fields") or not states:
         raise TypeError(f"{where}: states must be a list of at least one state, got {type(states).__name__}.")
     check.check_arrays(where, **{f"states[{i}]": state for i, state in enumerate(states)})
-    batch, heads = check.batch_and_heads(rule, params, states[0], f"{where}: states[0]")
+    batch, heads = call_checks.batch_and_heads(rule, params, states[0], f"{where}: states[0]")
     for i, state in enumerate(states):
         rule.check_state(params, state, batch, heads, f"{where}: states[{i}]")
     if weights is None:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
-from atlasjax.memory import check
+from atlasjax.memory import call_checks
 from atlasjax.memory.gates import Gates, Weights
 from atlasjax.memory.tokens import Tokens
 
@@ -218,11 +218,11 @@ class Rule(abc.ABC, Generic[Params, State]):
         where: str,
     ) -> None:
         """Raises TypeError or ValueError for an invalid argument. None of them has been checked."""
-        check.check_call(self, params, state, Tokens(q, k, v, gates), time=time, where=where)
+        call_checks.check_call(self, params, state, Tokens(q, k, v, gates), time=time, where=where)
 
     def check_state(self, params: Params, state: State, batch: int, heads: int, where: str) -> None:
         """Raises TypeError or ValueError if a state does not belong to this rule, these parameters and these sizes."""
-        check.check_state(self, params, state, batch, heads, where)
+        call_checks.check_state(self, params, state, batch, heads, where)
 
     def for_unit_keys(self, key_dim: int) -> Self:
         """This rule as models use it, whose keys and queries have unit length."""

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from atlasjax.check import integer, is_integer
-from atlasjax.memory.check import batch_and_heads, check_arrays, check_concrete
+from atlasjax.memory.call_checks import batch_and_heads
+from atlasjax.memory.check import check_arrays, check_concrete
 from atlasjax.memory.rule import Params, Rule, State, check_rule
 from atlasjax.storage import StorePath, tensors
 from atlasjax.storage import path as path_of

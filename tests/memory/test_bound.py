@@ -9,7 +9,7 @@ import pytest
 from jax.test_util import check_grads
 
 from atlasjax import memory, rules
-from atlasjax.memory import Bound, check, features, objectives, optimizers, retention, structures
+from atlasjax.memory import Bound, call_checks, features, objectives, optimizers, retention, structures
 from atlasjax.memory.blocks import largest_entry
 from atlasjax.memory.fast_weights import bounds
 from atlasjax.memory.fast_weights.rule import MemoryRule
@@ -324,7 +324,7 @@ def test_suggested_gates_are_a_rules_gates(name):
     params = memory.init_params(rule, jax.random.key(0), num_heads=3, key_dim=4, value_dim=4)
     state = memory.init_state(rule, params, batch_size=2, max_length=9)
     q, k, v = jax.random.normal(jax.random.key(1), (3, 2, 5, 3, 4))
-    check.check_gate_ranges(gates, "memory.scan")
+    call_checks.check_gate_ranges(gates, "memory.scan")
     y, state = jax.eval_shape(lambda *args: memory.scan(rule, params, *args), state, q, k, v, gates)
     one = memory.suggested_gates(rule, batch_size=2, time=None, num_heads=3, key_dim=4)
     token = jax.tree.map(lambda x: x[:, 0], (q, k, v))

@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray
 
-from atlasjax.memory.check import check_floating, check_output, check_shape
+from atlasjax.memory.call_checks import check_output
+from atlasjax.memory.check import check_floating, check_shape
 from atlasjax.memory.fast_weights.spec import MemorySpec
 from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState
 from atlasjax.memory.part_checks import check_choices, check_parts

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray
 
 from atlasjax import check
-from atlasjax.memory.check import check_floating, check_output, check_shape
+from atlasjax.memory.call_checks import check_output
+from atlasjax.memory.check import check_floating, check_shape
 from atlasjax.memory.part_checks import check_softmax_choices
 from atlasjax.memory.products import wide_dtype
 from atlasjax.memory.softmax.spec import SoftmaxSpec
