@@ -138,24 +138,12 @@ def _token(rule: MemorySpec, params: MemoryParams, initial: dict, carry: dict, t
     return carry, read_one(rule, params, M, token["q"])
 
 
-@functools.partial(jax.jit, static_argnames=("rule",))
-def reference_scan(
-    rule: MemorySpec,
-    params: MemoryParams,
-    state: MemoryState | None,
-    tokens: Tokens,
-) -> tuple[jax.Array, MemoryState]:
-    """The recurrence over a sequence. Arguments as in `memory.scan`, already checked."""
-    q, k, v, gates, segment_ids = tokens
-    dtype = wide_dtype(q.dtype)
-    batch, time, heads, _ = q.shape
+def _by_token(tokens: Tokens, dtype: jnp.dtype) -> dict[str, jax.Array]:
+    """What each token of a head has, name → [batch, time, heads, …]. Gates that the rule does not use are ones."""
+    q, k, v, gates, _ = tokens
     wide = lambda x: x.astype(wide_dtype(x.dtype, dtype))
-    if state is None:
-        state = init_state(rule, params, batch_size=batch)
-    params = jax.tree.map(wide, params)
-    state = jax.tree.map(lambda x: wide(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, state)
-    ones = jnp.ones((batch, time, heads), dtype)
-    by_token = {
+    ones = jnp.ones(q.shape[:3], dtype)
+    found = {
         "q": wide(q),
         "k": wide(k),
         "v": wide(v),
@@ -166,7 +154,47 @@ def reference_scan(
         "threshold": ones if gates.threshold is None else wide(gates.threshold),
     }
     if gates.removal_key is not None and gates.removal is not None:
-        by_token |= {"removal_key": wide(gates.removal_key), "removal": wide(gates.removal)}
+        found |= {"removal_key": wide(gates.removal_key), "removal": wide(gates.removal)}
+    return found
+
+
+def _state_after(rule: MemorySpec, state: MemoryState, last: dict, segmented: bool) -> MemoryState:
+    """The state after a call, from the state before it and the last carry of `_token`, [batch, heads, …]."""
+    position = last["position"][:, 0]
+    ends_chunk = (position == 0)[:, None, None, None]
+    windowed = rule.window > 1
+    return MemoryState(
+        memory=last["M"],
+        # At the end of a chunk, this is the start of the next one.
+        chunk_start=None
+        if state.chunk_start is None
+        else jax.tree.map(lambda m, g: jnp.where(ends_chunk, m, g), last["M"], last["chunk_start"]),
+        momentum=None if state.momentum is None else last["S"],
+        window_keys=last["keys"][:, :, ::-1] if windowed else None,
+        window_values=last["values"][:, :, ::-1] if windowed else None,
+        window_thresholds=None if state.window_thresholds is None else last["thresholds"][:, :, ::-1],
+        window_count=last["count"][:, 0] if windowed else None,
+        position=None if state.position is None else position,
+        segment=last["segment"][:, 0] if segmented else state.segment,
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("rule",))
+def reference_scan(
+    rule: MemorySpec,
+    params: MemoryParams,
+    state: MemoryState | None,
+    tokens: Tokens,
+) -> tuple[jax.Array, MemoryState]:
+    """The recurrence over a sequence. Arguments as in `memory.scan`, already checked."""
+    q, k, v, _, segment_ids = tokens
+    dtype = wide_dtype(q.dtype)
+    batch, _, heads, _ = q.shape
+    wide = lambda x: x.astype(wide_dtype(x.dtype, dtype))
+    if state is None:
+        state = init_state(rule, params, batch_size=batch)
+    params = jax.tree.map(wide, params)
+    state = jax.tree.map(lambda x: wide(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, state)
     by_batch: dict[str, jax.Array] = {}
     if segment_ids is not None:
         by_batch["segment"] = segment_ids
@@ -195,23 +223,8 @@ def reference_scan(
 
     over_heads = jax.vmap(one_head, in_axes=(0, 0, 0, None, 1, None), out_axes=(1, 0))
     over_batch = jax.vmap(over_heads, in_axes=(None, None, 0, 0, 0, 0))
-    y, last = over_batch(params, rule.start(params.weights), carry_heads, carry_batch, by_token, by_batch)
-
-    position = last["position"][:, 0]
-    ends_chunk = (position == 0)[:, None, None, None]
-    windowed = rule.window > 1
-    state = MemoryState(
-        memory=last["M"],
-        # At the end of a chunk, this is the start of the next one.
-        chunk_start=None
-        if state.chunk_start is None
-        else jax.tree.map(lambda m, g: jnp.where(ends_chunk, m, g), last["M"], last["chunk_start"]),
-        momentum=None if state.momentum is None else last["S"],
-        window_keys=last["keys"][:, :, ::-1] if windowed else None,
-        window_values=last["values"][:, :, ::-1] if windowed else None,
-        window_thresholds=None if state.window_thresholds is None else last["thresholds"][:, :, ::-1],
-        window_count=last["count"][:, 0] if windowed else None,
-        position=None if state.position is None else position,
-        segment=last["segment"][:, 0] if segment_ids is not None else state.segment,
+    y, last = over_batch(
+        params, rule.start(params.weights), carry_heads, carry_batch, _by_token(tokens, dtype), by_batch
     )
-    return y.astype(q.dtype), state
+
+    return y.astype(q.dtype), _state_after(rule, state, last, segment_ids is not None)
