@@ -111,7 +111,7 @@ MEMORY_MAY_IMPORT = {
     "grid": {"products"},
     "layerwise": {"grid", "rule", "tokens"},
     "check": set(),
-    "call_checks": {"check", "gates", "tokens"},
+    "call_checks": {"check", "gates", "products", "tokens"},
     "rule": {"call_checks", "gates", "tokens"},
     "family": {"gates", "layerwise", "rule", "tokens"},
     "partition": {"rule", "tokens"},

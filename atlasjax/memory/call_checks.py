@@ -13,8 +13,8 @@ from jaxtyping import Array, Int, PyTree
 from atlasjax.check import is_number, plain_array
 from atlasjax.memory.check import ARRAYS, FLOATS, check_floating, check_leaves, check_shape, check_time, pretty
 from atlasjax.memory.gates import Gates
+from atlasjax.memory.products import wide_dtype
 from atlasjax.memory.tokens import Tokens
-from pallas_kernels.arguments import wide_dtype
 
 T = TypeVar("T")
 
