@@ -126,6 +126,10 @@ class KVCache(NamedTuple):
     position: Int[Array, " batch"]
 
     @property
+    def window(self) -> None:  # a token sees all before it
+        return None
+
+    @property
     def heads_axis(self) -> int:  # of its arrays, for `distributed.cache_shardings`
         return 2
 
@@ -142,6 +146,10 @@ class WindowCache(NamedTuple):
     keys: Float[Array, "batch window kv_heads*key_dim"]
     values: Float[Array, "batch window kv_heads*value_dim"]
     position: Int[Array, " batch"]
+
+    @property
+    def window(self) -> int:
+        return self.keys.shape[-2]
 
     @property
     def heads_axis(self) -> int:  # of its arrays, for `distributed.cache_shardings`
@@ -215,65 +223,115 @@ def extend(
     sizes = check_attention(where, q, k, v, None, rope_theta, rope_dim, persistent, partition)
     _check_cache(where, cache, layer, sizes)
     cache = jax.tree.map(jnp.asarray, cache)  # a restored one may be of NumPy arrays
-    time, place = q.shape[1], () if layer is None else (layer,)
-    count = cache.position[place]
-    position = count[:, None] + jnp.arange(time)[None]
-    rotated = rotate(q, position, rope_theta, rope_dim)
+    place = () if layer is None else (layer,)
+    position = cache.position[place][:, None] + jnp.arange(q.shape[1])[None]
     split = partition is not None and any(partition.mesh.shape[axis] > 1 for axis in partition.heads)
-    heads, k, v = k.shape[2], together(rotate(k, position, rope_theta, rope_dim).astype(cache.keys.dtype)), together(v)
-    size = cache.keys.shape[-2]
-    slots = jnp.broadcast_to(jnp.arange(size), (q.shape[0], size))
-
-    def read(keys: jax.Array, values: jax.Array, positions: jax.Array, window: int | None) -> jax.Array:
-        keys, values = apart(keys, heads), apart(values, heads)
-        return in_blocks(q, rotated, keys, values, position, positions, None, None, window, persistent, split)
-
-    def written(at: jax.Array, k: jax.Array, v: jax.Array, layer: Any = layer, **how: Any) -> KVCache | WindowCache:
-        """The cache with new keys and values in the slots `at` [batch, time] of each row."""
-        position = cache.position.at[place].set(count + time)
-        return type(cache)(_write(cache.keys, layer, at, k, **how), _write(cache.values, layer, at, v, **how), position)
-
-    def newest(last: jax.Array) -> jax.Array:
-        """The position in each slot after token `last`, negative if there is none."""
-        return last - (last - slots) % size
-
-    how: dict[str, Any] = {}
-    if isinstance(cache, KVCache):
-        at, held, how = position, slots, {"mode": "drop", "unique_indices": True, "indices_are_sorted": True}
-    elif time == 1:
-        at, held = position % size, newest(position)
-    else:
-        before = count[:, None] - size + slots  # positions in temporal order
-        rows = jnp.arange(q.shape[0])[:, None]
-        join = lambda x, new: jnp.concatenate([x[place][rows, before % size], new], axis=1)
-        keys, values = join(cache.keys, k), join(cache.values, v)
-        y = read(keys, values, jnp.concatenate([before, position], 1), size)
-        return y, written((before + time) % size, keys[:, time:], values[:, time:], unique_indices=True)
-
-    def write_first() -> tuple[jax.Array, KVCache | WindowCache]:
-        cache = written(at, k, v, **how)
-        return read(cache.keys[place], cache.values[place], held, None), cache
-
-    def read_first(layer: jax.Array | int) -> tuple[jax.Array, KVCache | WindowCache]:
-        """The tokens read the cache of those before them, and each other.
-
-        If a token is written first, XLA's CPU backend fuses that with the read, and copies the cache of all layers.
-        """
-        held = newest(count[:, None] - 1)[:, None]
-        seen = (held >= 0) & (held > position[..., None] - size)
-        dtypes = cache.keys.dtype, cache.values.dtype
-        new = Source(rotated, apart(k, heads), apart(v.astype(dtypes[1]), heads), jnp.tri(time, dtype=bool)[None])
-        others = [] if persistent is None else [persistent.source(q, *dtypes)]
-        y = attention_of_layer(rotated, cache.keys, cache.values, layer, seen, new, *others)
-        return y, written(at, k, v, after(jnp.asarray(layer), y), **how)
-
+    keys = together(rotate(k, position, rope_theta, rope_dim).astype(cache.keys.dtype))
+    rotated = rotate(q, position, rope_theta, rope_dim)
+    piece = _Piece(q, rotated, keys, together(v), position, k.shape[2], persistent, split)
     # On several devices the rows are divided. 16-bit floats XLA's CPU backend computes in 32 bits, whole caches at a time.
     alone = partition is None or partition.mesh.size == 1
-    if layer is not None and is_few(q) and alone and {cache.keys.dtype, cache.values.dtype} == {jnp.dtype("float32")}:
-        y, new = jax.lax.platform_dependent(layer, cpu=read_first, default=lambda _: write_first())
+    if cache.window is not None and q.shape[1] > 1:
+        y, new = _extend_window(piece, cache, layer)
+    elif layer is not None and is_few(q) and alone and {cache.keys.dtype, cache.values.dtype} == {jnp.dtype("float32")}:
+        y, new = jax.lax.platform_dependent(
+            layer,
+            cpu=lambda layer: _read_then_write(piece, cache, layer),
+            default=lambda _: _write_then_read(piece, cache, layer),
+        )
     else:
-        y, new = write_first()
-    return jnp.where((position < size)[:, :, None, None], y, jnp.nan) if isinstance(cache, KVCache) else y, new
+        y, new = _write_then_read(piece, cache, layer)
+    if cache.window is None:
+        y = jnp.where((position < cache.keys.shape[-2])[:, :, None, None], y, jnp.nan)
+    return y, new._replace(position=cache.position.at[place].add(q.shape[1]))
+
+
+class _Piece(NamedTuple):
+    """The next tokens of a stream.
+
+    Attributes:
+      q, rotated: their queries, before and after rotation, [batch, time, heads, key_dim].
+      k, v: their rotated keys and their values, as a cache has them, [batch, time, kv_heads · dim].
+      position: [batch, time].
+      kv_heads: number of heads of keys and values.
+      persistent, split: as for `in_blocks`.
+    """
+
+    q: jax.Array
+    rotated: jax.Array
+    k: jax.Array
+    v: jax.Array
+    position: jax.Array
+    kv_heads: int
+    persistent: Persistent | None
+    split: bool
+
+    def read(self, keys: jax.Array, values: jax.Array, positions: jax.Array, window: int | None) -> jax.Array:
+        """The attention of these tokens to keys and values [batch, size, kv_heads · dim] of tokens at `positions`."""
+        keys, values = apart(keys, self.kv_heads), apart(values, self.kv_heads)
+        return in_blocks(
+            self.q, self.rotated, keys, values, self.position, positions, None, None, window, self.persistent, self.split
+        )  # fmt: skip
+
+
+_Cache = KVCache | WindowCache
+
+
+def _newest(last: jax.Array, size: int) -> jax.Array:
+    """The position [batch, size] of the token in each slot after token `last` [batch, 1], negative where there is none."""
+    return last - (last - jnp.arange(size)[None]) % size
+
+
+def _extend_window(piece: _Piece, cache: _Cache, layer: Any) -> tuple[jax.Array, _Cache]:
+    """Several tokens after a window, whose tokens are brought into their order in time, before the new ones that see them."""
+    size, time = cache.keys.shape[-2], piece.position.shape[1]
+    before = piece.position[:, :1] - size + jnp.arange(size)[None]
+    rows, place = jnp.arange(len(before))[:, None], () if layer is None else (layer,)
+    join = lambda x, new: jnp.concatenate([x[place][rows, before % size], new], axis=1)
+    keys, values = join(cache.keys, piece.k), join(cache.values, piece.v)
+    y = piece.read(keys, values, jnp.concatenate([before, piece.position], 1), size)
+    # All slots are written again, and not only those of the new tokens: more than `size` tokens would meet in a slot.
+    at = (before + time) % size
+    return y, _written(cache, layer, at, keys[:, time:], values[:, time:], unique_indices=True)
+
+
+def _write_then_read(piece: _Piece, cache: _Cache, layer: Any) -> tuple[jax.Array, _Cache]:
+    """The tokens are written, and read all that the cache then holds."""
+    new = _stored(piece, cache, layer)
+    size, place = cache.keys.shape[-2], () if layer is None else (layer,)
+    held = _newest(piece.position, size) if cache.window else jnp.broadcast_to(jnp.arange(size), (len(piece.q), size))
+    return piece.read(new.keys[place], new.values[place], held, None), new
+
+
+def _read_then_write(piece: _Piece, cache: _Cache, layer: jax.Array) -> tuple[jax.Array, _Cache]:
+    """The tokens read the cache of those before them, and each other.
+
+    If a token is written first, XLA's CPU backend fuses that with the read, and copies the cache of all layers.
+    """
+    size, time = cache.keys.shape[-2], piece.position.shape[1]
+    held = _newest(piece.position[:, :1] - 1, size)[:, None]
+    seen = (held >= 0) & (held > piece.position[..., None] - size)
+    dtypes = cache.keys.dtype, cache.values.dtype
+    own = apart(piece.k, piece.kv_heads), apart(piece.v.astype(dtypes[1]), piece.kv_heads)
+    new = Source(piece.rotated, *own, jnp.tri(time, dtype=bool)[None])
+    others = [] if piece.persistent is None else [piece.persistent.source(piece.q, *dtypes)]
+    y = attention_of_layer(piece.rotated, cache.keys, cache.values, layer, seen, new, *others)
+    return y, _stored(piece, cache, after(jnp.asarray(layer), y))  # after the read, or XLA may do it before
+
+
+def _stored(piece: _Piece, cache: _Cache, layer: Any) -> _Cache:
+    """The cache with the tokens of a piece in their slots: of a window a single one. Tokens beyond max_length are left out."""
+    if cache.window is not None:
+        return _written(cache, layer, piece.position % cache.window, piece.k, piece.v)
+    how: dict[str, Any] = {"mode": "drop", "unique_indices": True, "indices_are_sorted": True}
+    return _written(cache, layer, piece.position, piece.k, piece.v, **how)
+
+
+def _written(cache: _Cache, layer: Any, at: jax.Array, k: jax.Array, v: jax.Array, **how: Any) -> _Cache:
+    """The cache with keys and values [batch, time, kv_heads · dim] in the slots `at` [batch, time] of each row."""
+    return cache._replace(
+        keys=_write(cache.keys, layer, at, k, **how), values=_write(cache.values, layer, at, v, **how)
+    )
 
 
 def _write(x: jax.Array, layer: jax.Array | int | None, at: jax.Array, new: jax.Array, **how: Any) -> jax.Array:

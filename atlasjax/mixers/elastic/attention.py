@@ -17,7 +17,7 @@ Coefficients, banks, logits and softmax are float32. State size and time per tok
 import dataclasses
 import functools
 from numbers import Integral
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +26,9 @@ from jaxtyping import Array, Float, Int
 
 from atlasjax import check
 from atlasjax.memory.check import check_segments, check_sizes
-from atlasjax.memory.grid import choose
 from atlasjax.mixers.blocks import block_source, continued, continued_queries, documents, unfinished, whole
 from atlasjax.mixers.elastic.banks import Bank
+from atlasjax.mixers.elastic.matrices import Matrices, Memory
 from atlasjax.mixers.rotary import check_rotary
 from atlasjax.mixers.shapes import check_dtype, check_shapes
 from atlasjax.mixers.softmax_attention import Source, softmax_attention
@@ -148,7 +148,7 @@ def _whole(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    matrices: "_Matrices",
+    matrices: Matrices,
     segment_ids: jax.Array | None,
     max_segments: int | None,
     **options: Any,
@@ -246,7 +246,7 @@ def extend(
 
 @functools.partial(jax.jit, static_argnames=("rope_theta", "rotate_memory_queries"))
 def _extend(
-    q: jax.Array, k: jax.Array, v: jax.Array, state: ElasticState, matrices: "_Matrices", **options: Any
+    q: jax.Array, k: jax.Array, v: jax.Array, state: ElasticState, matrices: Matrices, **options: Any
 ) -> tuple[jax.Array, ElasticState]:
     step = _one_token if q.shape[1] == 1 else _piece
     y, after = step(q, k, v, state, matrices, **options)
@@ -255,7 +255,7 @@ def _extend(
 
 
 def _one_token(
-    q: jax.Array, k: jax.Array, v: jax.Array, state: ElasticState, matrices: "_Matrices", **options: Any
+    q: jax.Array, k: jax.Array, v: jax.Array, state: ElasticState, matrices: Matrices, **options: Any
 ) -> tuple[jax.Array, ElasticState]:
     size, rows = matrices.block_size, jnp.arange(q.shape[0])
     index, place = state.position // size, state.position % size
@@ -267,7 +267,7 @@ def _one_token(
 
 
 def _piece(
-    q: jax.Array, k: jax.Array, v: jax.Array, state: ElasticState, matrices: "_Matrices", **options: Any
+    q: jax.Array, k: jax.Array, v: jax.Array, state: ElasticState, matrices: Matrices, **options: Any
 ) -> tuple[jax.Array, ElasticState]:
     """Places the new tokens on the block grid after those of the current block, then computes as for a whole sequence."""
     size, (batch, time) = matrices.block_size, q.shape[:2]
@@ -276,7 +276,7 @@ def _piece(
     kb, vb = grid.lay(k, state.keys), grid.lay(v, state.values)
     full = jnp.arange(grid.touched)[:, None] < last[None]
 
-    def block(memory: _Memory, xs: tuple[jax.Array, ...]) -> tuple[_Memory, jax.Array]:
+    def block(memory: Memory, xs: tuple[jax.Array, ...]) -> tuple[Memory, jax.Array]:
         q, place, k, v, index, full = xs
         y = _attend(q, place, k, v, memory[1:], index > 0, **options)
         return matrices.write(memory, k, v, index, full), y
@@ -288,96 +288,8 @@ def _piece(
     return queries.pick(y), ElasticState(*memory, keys, values, state.position + time, state.max_length)
 
 
-_Memory = tuple[jax.Array, jax.Array, jax.Array]  # coefficients, and the keys and values sampled from them
-
-
-class _Matrices(NamedTuple):
-    """Bank and reconstruction matrix as float32 arrays on the device, and the operations that use them."""
-
-    transitions: jax.Array
-    kernels: jax.Array
-    reconstruction: jax.Array
-
-    @property
-    def order(self) -> int:
-        return self.kernels.shape[1]
-
-    @property
-    def block_size(self) -> int:
-        return self.kernels.shape[2]
-
-    def uniform_states(self, k: jax.Array, v: jax.Array) -> jax.Array:
-        """C before each block of whole sequences: k, v [blocks, batch, L, …] → [blocks, batch, order, heads, dims].
-
-        Only P_m C is sequential; the writes K_m [k, v] of all blocks are computed at once.
-        """
-        count = k.shape[0] - 1
-        x = _together(k, v)
-        empty = jnp.zeros((1, x.shape[1], self.order, *x.shape[3:]), jnp.float32)
-        if not count or not self.order:
-            return jnp.broadcast_to(empty, (count + 1, *empty.shape[1:]))
-        writes = _einsum("mnl,mblhd->mbnhd", self.kernels[:count], x[:count])
-
-        def step(c: jax.Array, xs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            p, write = xs
-            c = _einsum("nk,bkhd->bnhd", p, c) + write
-            return c, c
-
-        # P_0 = 0, so the first state is the first write.
-        _, later = jax.lax.scan(step, writes[0], (self.transitions[1:count], writes[1:]))
-        return jnp.concatenate([empty, writes[:1], later])
-
-    def states(self, k: jax.Array, v: jax.Array, index: jax.Array) -> jax.Array:
-        """C before each block of documents, where every row has its own block numbers.
-
-        k, v: [blocks, batch, L, …]; index: [blocks, batch], 0 at a document's first block. Returns [blocks, batch, order, …].
-        """
-        x = _together(k, v)
-        empty = jnp.zeros((x.shape[1], self.order, *x.shape[3:]), jnp.float32)
-        if not self.kernels.size:
-            return jnp.broadcast_to(empty, (x.shape[0], *empty.shape))
-
-        def step(c: jax.Array, xs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            x, m = xs
-            c = jnp.where((m > 0)[:, None, None, None], c, 0)
-            return self.advance(c, x, m), c
-
-        return jax.lax.scan(step, empty, (x, index))[1]
-
-    def advance(self, c: jax.Array, x: jax.Array, index: jax.Array) -> jax.Array:
-        """P_m C + K_m x for a block's tokens x [batch, L, heads, dims], with the number m of each row's block, [batch]."""
-        m = jnp.minimum(index, self.kernels.shape[0] - 1)  # no later block reads what is written beyond the bank
-        return _einsum("bnk,bkhd->bnhd", self.transitions[m], c) + _einsum("bnl,blhd->bnhd", self.kernels[m], x)
-
-    def write(self, memory: "_Memory", k: jax.Array, v: jax.Array, index: jax.Array, full: jax.Array) -> "_Memory":
-        """The memory after a block of a stream, which is written only in the rows where it is full, boolean [batch]."""
-        if not self.kernels.size:
-            return memory
-
-        def store(memory: _Memory) -> _Memory:
-            c, mk, mv = memory
-            c = jnp.where((index > 0)[:, None, None, None], c, 0)
-            c = self.advance(c, _together(k, v), index)
-            return choose(full, (c, *self.sample(c, mk, mv)), memory)
-
-        return jax.lax.cond(jnp.any(full), store, lambda memory: memory, memory)
-
-    def sample(self, coefficients: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Keys and values at the sampled positions, in the dtypes of k and v: [batch, samples, heads, dim]."""
-        samples = _einsum("sn,bnhd->bshd", self.reconstruction, coefficients)
-        return samples[..., : k.shape[-1]].astype(k.dtype), samples[..., k.shape[-1] :].astype(v.dtype)
-
-
-def _together(k: jax.Array, v: jax.Array) -> jax.Array:
-    return jnp.concatenate([k.astype(jnp.float32), v.astype(jnp.float32)], axis=-1)
-
-
-# Coefficients alternate in sign and cancel, so products of bfloat16 inputs (the default on accelerators) are not accurate enough.
-_einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
-
-
 def _attend_blocks(
-    q: jax.Array, k: jax.Array, v: jax.Array, states: jax.Array, index: jax.Array, matrices: _Matrices, **options: Any
+    q: jax.Array, k: jax.Array, v: jax.Array, states: jax.Array, index: jax.Array, matrices: Matrices, **options: Any
 ) -> jax.Array:
     """Attention block by block: q, k, v [blocks, batch, L, heads, dim], C before each block, and its index in its document."""
 
@@ -417,7 +329,7 @@ def _check(
     time: int | None,
     rope_theta: float | None,
     rotate_memory_queries: bool,
-) -> tuple[_Matrices, dict[str, int]]:
+) -> tuple[Matrices, dict[str, int]]:
     """The matrices for `time` tokens, or for those of q if it is None, and the sizes by axis name."""
     sizes = check_shapes(where, _AXES, q=q, k=k, v=v)
     check_rotary(where, rope_theta, sizes["key_dim"])
@@ -438,4 +350,4 @@ def _check(
             f"Load a longer one: banks.load(…, blocks={needed})."
         )
     constant = lambda x: jnp.asarray(x, jnp.float32)
-    return _Matrices(*map(constant, (bank.transitions, bank.kernels, reconstruction))), sizes
+    return Matrices(*map(constant, (bank.transitions, bank.kernels, reconstruction))), sizes
