@@ -282,7 +282,7 @@ def test_deviations_has_the_numbers_of_the_presets():
         f"{mac.persistent_tokens} persistent tokens in MAC, MAG and MAL ({tiny_mac.persistent_tokens} in tiny models)",
         "at most {:,} and {} tokens (tiny: {:,} and {})".format(*truncations),
         f"a vocabulary of {atlas.model.vocab_size:,}",
-        f"c = {rules.atlas().window}, b = {rules.atlas().chunk_size} (`rules.py`); TTT {rules.ttt_mlp().chunk_size}, delta rules "
+        f"c = {rules.atlas().window}, b = {rules.atlas().chunk_size} (`rules`); TTT {rules.ttt_mlp().chunk_size}, delta rules "
         f"{rules.delta_rule().chunk_size}",
         f"{atlas.optimizer.warmup_steps:,} steps, a tenth of the peak, norm 1, (0.9, 0.95)",
     ):

@@ -1,0 +1,25 @@
+"""Named memory rules: the rows of A Table 1 and related ones.
+
+Each function takes settings (`chunk_size`, `window`, …) and returns a `MemoryRule` or a `SoftmaxRule`. `register` makes it
+available by name to language models, presets, tables and experiments. A rule of your own can be registered in the same way.
+
+The docstrings give the recurrences of the papers. By default a rule also has bounds, which keep its memory from diverging
+(`memory.Bound`, docs/semantics.md 1.12): they make steps smaller and limit weights. `rule.unbounded()` has none.
+"""
+
+# The tables list the rules in the order of these imports.
+# isort: off
+from atlasjax.rules.linear import gla, linear_attention, polysketch, retnet
+from atlasjax.rules.delta import delta_rule, gated_delta_rule, longhorn, longhorn_channel, rwkv7, rwkv7_one_key
+from atlasjax.rules.deep import memora, moneta, titans, titans_no_momentum, ttt_linear, ttt_mlp, yaad
+from atlasjax.rules.atlas import atlas, atlas_plus_plus, deep_transformer, dla, dot, omeganet, swdt, swla
+
+# isort: on
+from atlasjax.rules.registry import REGISTRY, WRITES, Rule, register
+
+__all__ = [
+    "REGISTRY", "WRITES", "Rule", "atlas", "atlas_plus_plus", "deep_transformer", "delta_rule", "dla", "dot",
+    "gated_delta_rule", "gla", "linear_attention", "longhorn", "longhorn_channel", "memora", "moneta", "omeganet",
+    "polysketch", "register", "retnet", "rwkv7", "rwkv7_one_key", "swdt", "swla", "titans", "titans_no_momentum",
+    "ttt_linear", "ttt_mlp", "yaad",
+]  # fmt: skip
