@@ -158,3 +158,15 @@ def compiled():
     jax.monitoring.register_event_duration_secs_listener(count)
     yield events
     jax.monitoring.unregister_event_duration_listener(count)
+
+
+@pytest.fixture
+def registered_rules():
+    """A test or a page may register a rule of its own: the tables are as before when it ends."""
+    from atlasjax import rules  # not at the top: tests without jax's arrays start sooner
+
+    before = [(table, dict(table)) for table in (rules.REGISTRY, rules.WRITES)]
+    yield
+    for table, entries in before:
+        table.clear()
+        table.update(entries)

@@ -82,11 +82,9 @@ def test_builds_strictly(tmp_path):
     some_slow(WITH_PYTHON, [DOCS / f"{stem}.md" for stem in ("streaming", "training", "getting_started")]),
     ids=lambda page: page.stem,
 )
-def test_python_of_a_page_runs(page, tmp_path, monkeypatch):
+def test_python_of_a_page_runs(page, tmp_path, monkeypatch, registered_rules):
     """All blocks of a page, one after another, with the names of those before."""
     monkeypatch.chdir(tmp_path)
-    for table in ("REGISTRY", "WRITES"):  # a page may register a rule of its own
-        monkeypatch.setattr(rules, table, dict(getattr(rules, table)))
     names: dict = {"__name__": "__main__"}
     for number, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)):
         exec(compile(block, f"{page.name}, block {number}", "exec"), names)

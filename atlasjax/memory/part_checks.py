@@ -239,8 +239,6 @@ def _check_structure(rule: Parts, matrices: dict[str, Any], array: Any, value_di
 
 def _check_objective(rule: Parts, array: Any, value_dim: int) -> None:
     kind = rule.objective
-    if kind.removes:
-        return
     told, out = f"{type(kind).__name__}.loss", array(_TOKENS, value_dim)
     threshold = array(_TOKENS) if kind.uses_threshold else None
     absent = () if kind.uses_threshold else ("threshold is None; with uses_threshold = True it is the gate",)

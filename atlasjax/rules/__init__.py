@@ -10,7 +10,8 @@ The docstrings give the recurrences of the papers. By default a rule also has bo
 # The tables list the rules in the order of these imports.
 # isort: off
 from atlasjax.rules.linear import gla, linear_attention, polysketch, retnet
-from atlasjax.rules.delta import delta_rule, gated_delta_rule, longhorn, longhorn_channel, rwkv7, rwkv7_one_key
+from atlasjax.rules.delta import delta_rule, longhorn, longhorn_channel, gated_delta_rule, rwkv7, rwkv7_one_key
+from atlasjax.rules.delta import comba, gdn2, pgdn, pkda
 from atlasjax.rules.deep import memora, moneta, titans, titans_no_momentum, ttt_linear, ttt_mlp, yaad
 from atlasjax.rules.atlas import atlas, atlas_plus_plus, deep_transformer, dla, dot, omeganet, swdt, swla
 
@@ -18,8 +19,37 @@ from atlasjax.rules.atlas import atlas, atlas_plus_plus, deep_transformer, dla, 
 from atlasjax.rules.registry import REGISTRY, WRITES, Rule, register
 
 __all__ = [
-    "REGISTRY", "WRITES", "Rule", "atlas", "atlas_plus_plus", "deep_transformer", "delta_rule", "dla", "dot",
-    "gated_delta_rule", "gla", "linear_attention", "longhorn", "longhorn_channel", "memora", "moneta", "omeganet",
-    "polysketch", "register", "retnet", "rwkv7", "rwkv7_one_key", "swdt", "swla", "titans", "titans_no_momentum",
-    "ttt_linear", "ttt_mlp", "yaad",
+    "REGISTRY",
+    "WRITES",
+    "Rule",
+    "atlas",
+    "atlas_plus_plus",
+    "comba",
+    "deep_transformer",
+    "delta_rule",
+    "dla",
+    "dot",
+    "gated_delta_rule",
+    "gdn2",
+    "gla",
+    "linear_attention",
+    "longhorn",
+    "longhorn_channel",
+    "memora",
+    "moneta",
+    "omeganet",
+    "pgdn",
+    "pkda",
+    "polysketch",
+    "register",
+    "retnet",
+    "rwkv7",
+    "rwkv7_one_key",
+    "swdt",
+    "swla",
+    "titans",
+    "titans_no_momentum",
+    "ttt_linear",
+    "ttt_mlp",
+    "yaad",
 ]  # fmt: skip

@@ -74,3 +74,52 @@ def rwkv7_one_key() -> MemoryRule:
         structures.Matrix(), objectives.L2(), optimizer=optimizers.GradientDescent(), retention=retention.Channel(),
         chunk_size=1,
     )  # fmt: skip
+
+
+@register("W_t = W̃ + η (v − W̃ r) kᵀ, W̃ = W_{t−1} Diag(α), r = b ⊙ k")
+def gdn2() -> MemoryRule:
+    """W_t = W̃_t + η_t (v_t − W̃_t r_t) k_tᵀ, W̃_t = W_{t−1} Diag(α_t): Gated DeltaNet-2 (arXiv 2605.22791).
+
+    Gates: α per channel (`retention`), the read key r = b ⊙ k with erasing rates b ∈ [0, 1] for each channel (`removal_key`), and η
+    (`step_size`), which is 1. Its values are w ⊙ v, with the writing rates w ∈ [0, 1] for each channel of the value. With b = β and
+    w = β it is `kda`. fla: gdn2 (q, k, v, g, b, w), with g = log α.
+
+    With bounds by default, η rᵀk ≤ 2: up to a reflection. `rules.gdn2().unbounded()` is the recurrence as published.
+    """
+    return _with_read_key(retention.Channel(decay_first=True))
+
+
+@register("W_t = W̃ + η (v − W̃ p) kᵀ, W̃ = α W_{t−1}")
+def comba() -> MemoryRule:
+    """W_t = W̃_t + η_t (v_t − W̃_t p_t) k_tᵀ, W̃_t = α_t W_{t−1}: Comba (arXiv 2506.02475).
+
+    Gates: α (`retention`), the read key p (`removal_key`; a multiple of k in Comba), and η = β (`step_size`). Comba reads at
+    q − d p. fla: chunk_comba(q, k, v, p, g, beta), with g = log α.
+
+    With bounds by default, η pᵀk ≤ 2: up to a reflection. `rules.comba().unbounded()` is the recurrence as published.
+    """
+    return _with_read_key(retention.Scalar(decay_first=True))
+
+
+def pgdn() -> MemoryRule:
+    """W_t = W̃_t + η_t (v_t − W̃_t k_t)(m_t ⊙ k_t)ᵀ, W̃_t = α_t W_{t−1}: preconditioned Gated DeltaNet (arXiv 2604.21100).
+
+    m is the inverse of a diagonal estimate of the curvature. The rule is `comba`, whose k is the write key m ⊙ k here, and whose
+    read key (`removal_key`) is k. fla: naive_recurrent_precond_gated_delta_rule.
+    """
+    return comba()
+
+
+def pkda() -> MemoryRule:
+    """W_t = W̃_t + η_t (v_t − W̃_t k_t)(m_t ⊙ k_t)ᵀ, W̃_t = W_{t−1} Diag(α_t): preconditioned KDA (arXiv 2604.21100).
+
+    The rule is `gdn2`, called as `pgdn`. fla: naive_recurrent_precond_kda.
+    """
+    return gdn2()
+
+
+def _with_read_key(decay: retention.Retention) -> MemoryRule:
+    return MemoryRule(
+        structures.Matrix(), objectives.DeltaKeys(), optimizer=optimizers.GradientDescent(), retention=decay,
+        chunk_size=1, bound=_REFLECTING,
+    )  # fmt: skip

@@ -1,5 +1,7 @@
 """One table of rules and a maker of inputs, shared by every test of the memory core."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,6 +33,9 @@ RULES: dict[str, MemoryRule] = {
     ),
     "rwkv7": rules.rwkv7(),
     "rwkv7_one_key": rules.rwkv7_one_key(),
+    "gdn2": rules.gdn2(),
+    "comba": rules.comba(),
+    "read_key_decays_last": dataclasses.replace(rules.gdn2(), retention=retention.Channel()),
     "delta_rule_channel_steps": MemoryRule(
         MATRIX, objectives.L2(), optimizer=optimizers.GradientDescent(per_channel=True), chunk_size=1
     ),

@@ -31,6 +31,16 @@ class CappedL2(objectives.L2):
 
 
 @dataclasses.dataclass(frozen=True)
+class RemoveWhereRead(objectives.DeltaKeys):
+    """A delta rule that removes at the read key itself, and writes the value at k."""
+
+    writes_at_own_keys = True
+
+    def removed_at(self, own):
+        return own["removal_key"]
+
+
+@dataclasses.dataclass(frozen=True)
 class SwiGLU(structures.Structure):
     """M(x) = W1 (silu(W2 x) ⊙ W3 x): three matrices, no residual."""
 
@@ -123,6 +133,10 @@ IDEAS: dict[str, MemoryRule] = {
     "own_adam": MemoryRule(structures.MLP(expansion=2), optimizer=Adam(), chunk_size=8),
     "own_features": MemoryRule(
         structures.Matrix(), features=RandomFourier(), optimizer=optimizers.GradientDescent(), chunk_size=8, window=11
+    ),
+    "own_delta_rule": MemoryRule(
+        structures.Matrix(), RemoveWhereRead(), optimizer=optimizers.GradientDescent(),
+        retention=retention.Channel(), chunk_size=1,
     ),
     "own_retention": MemoryRule(retention=SoftThreshold(), window=2, chunk_size=9),
     "all_of_them": MemoryRule(SwiGLU(), LogCosh(), RandomFourier(), Adam(), SoftThreshold(), window=5, chunk_size=4),

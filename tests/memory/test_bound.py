@@ -140,8 +140,46 @@ def test_a_memory_that_diverges_without_the_bound_learns_with_it():
 
 BOLD = {
     "titans": {}, "omeganet_window_over_chunk": {}, "moneta": {}, "channel_delta_momentum": {},
-    "channel_steps_chunk8": {"step_size": 3.0}, "rwkv7": {"removal": 3.0}, "gated_delta_rule": {"step_size": 4.0},
+    "channel_steps_chunk8": {"step_size": 3.0}, "rwkv7": {"removal": 3.0}, "gdn2": {"step_size": 9.0},
+    "gated_delta_rule": {"step_size": 4.0},
 }  # fmt: skip
+
+
+def test_a_delta_rule_steps_no_further_than_a_reflection_along_its_read_key(x64):
+    """With η rᵀk above 2 the token's error is turned around; with rᵀk < 0 nothing is removed, and the value is written."""
+    r, k, v = jnp.array([1.0, 2.0]), jnp.array([0.5, 1.0]), jnp.array([3.0, -1.0])
+    params = memory.MemoryParams({"W": jnp.array([[[0.3, 0.1], [-0.2, 0.4]]])}, None, None)
+    W = np.asarray(params.weights["W"][0])
+    token = lambda x: x[None, None, None]
+
+    def written(eta, read_key):
+        gates = memory.Gates(retention=jnp.ones(1), step_size=jnp.array([eta]), removal_key=token(read_key))
+        _, state = memory.scan(rules.comba(), params, None, token(k), token(k), token(v), gates)
+        return state.memory["W"][0, 0]
+
+    error = v - W @ r
+    assert_close(written(0.3, r), W + 0.3 * np.outer(error, k), 1e-12)
+    assert_close(v - written(100.0, r) @ r, -error, 1e-12)  # rᵀk = 2.5, so η = 0.8
+    assert_close(written(0.7, -r), W + 0.7 * np.outer(v, k), 1e-12)
+
+
+def test_keys_that_are_not_parallel_need_a_decay(x64):
+    """SEMANTICS 3.3: every transition has eigenvalues in [0, 1], and Gated DeltaNet-2's memory grows by (1 − c²)/c² in a round."""
+    c, rounds, tokens = 0.3, 4, 100
+    s = np.sqrt(1 - c * c)
+    one = np.concatenate([np.tile([c, -s], (tokens, 1)), np.tile([s, -c], (tokens, 1))])
+    erase = np.concatenate([np.tile([1.0, 0.0], (tokens, 1)), np.tile([0.0, 1.0], (tokens, 1))])
+    lay = lambda x: jnp.asarray(np.tile(x, (rounds, 1)))[None, :, None]
+    params = memory.MemoryParams({"W": jnp.eye(2)[None]}, None, None)
+
+    def largest(alpha):
+        gates = memory.Gates(retention=jnp.full(2, alpha), step_size=jnp.ones(1), removal_key=lay(erase * one))
+        k = lay(one)
+        _, state = memory.scan(rules.gdn2(), params, None, k, k, 0.0 * k, gates)
+        return jnp.abs(state.memory["W"]).max()
+
+    assert_close(largest(1.0), jnp.asarray(((1 - c * c) / c**2) ** rounds), 1e-3)
+    assert largest(0.95) < 1
 
 
 @pytest.mark.parametrize(

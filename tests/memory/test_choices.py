@@ -93,6 +93,11 @@ def test_losses_have_finite_derivatives_at_zero_error(p):
         assert all(np.isfinite(x).all() for x in derivatives)
 
 
+@dataclasses.dataclass(frozen=True)
+class OtherKeys(objectives.DeltaKeys):
+    """A subclass that does not say that it writes as its parent does."""
+
+
 CLASHES = {
     "retention=Channel.*clashes with structure=MLP": lambda: MemoryRule(retention=retention.Channel()),
     "every=3.*clashes with chunk_size=64": lambda: rules.atlas(newton_schulz_every=3),
@@ -123,6 +128,12 @@ CLASHES = {
         structures.Matrix(), optimizer=optimizers.Implicit(), retention=retention.Scalar(), chunk_size=1
     ),
     r"RemoveAndReplace\(\) clashes with the other choices": lambda: MemoryRule(objective=objectives.RemoveAndReplace()),
+    r"DeltaKeys\(\) clashes with the other choices": lambda: MemoryRule(
+        structures.Matrix(), objectives.DeltaKeys(), optimizer=optimizers.Momentum(), chunk_size=1
+    ),
+    r"OtherKeys\(\) clashes with its own_keys: .* writes_at_own_keys = True only": lambda: MemoryRule(
+        structures.Matrix(), OtherKeys(), optimizer=optimizers.GradientDescent(), chunk_size=1
+    ),
     r"decay_first must be True or False, got 1": lambda: retention.Scalar(decay_first=1),
     r"q must be a number ≥ 2, got 1.0": lambda: retention.Lq(1.0),
 }

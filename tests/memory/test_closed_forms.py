@@ -72,6 +72,16 @@ def rwkv7_one_key(W, x, past):
     return W @ (np.diag(x.retention) - x.step_size * np.outer(x.k, x.k)) + x.step_size * np.outer(x.v, x.k)
 
 
+def gdn2(W, x, past):
+    W = W @ np.diag(x.retention)
+    return W + x.step_size * np.outer(x.v - W @ x.removal_key, x.k)
+
+
+def comba(W, x, past):
+    W = x.retention * W
+    return W + x.step_size * np.outer(x.v - W @ x.removal_key, x.k)
+
+
 def titans_no_momentum(W, x, past):
     return x.retention * W - x.step_size * np.outer(W @ x.k - x.v, x.k)
 
@@ -111,6 +121,8 @@ ROWS = {
     "gated_delta_rule": (rules.gated_delta_rule(), gated_delta_rule),
     "rwkv7": (rules.rwkv7(), rwkv7),
     "rwkv7_one_key": (rules.rwkv7_one_key(), rwkv7_one_key),
+    "gdn2": (rules.gdn2().unbounded(), gdn2),
+    "comba": (rules.comba().unbounded(), comba),
     "titans_no_momentum": (rules.titans_no_momentum(1, MATRIX), titans_no_momentum),
     "moneta_row": (rules.moneta(1, q=2.0, structure=MATRIX), moneta_row),
     "yaad": (rules.yaad(1, MATRIX), yaad),

@@ -27,7 +27,7 @@ EXACT = 1e-9
 # Rules whose every choice is in other rules; gradients if slow.
 RELATIVES = set(RULES) - {
     "all_of_them", "atlas_every", "channel_steps_chunk8", "deep_small", "delta_rule_decay", "gated_delta_momentum",
-    "gated_delta_rule", "gated_small", "gla", "longhorn", "longhorn_channel", "memora_matrix", "moneta_matrix",
+    "gated_delta_rule", "gated_small", "gdn2", "gla", "longhorn", "longhorn_channel", "memora_matrix", "moneta_matrix",
     "muon_matrix_channel", "own_loss_matrix", "own_sign_momentum", "plain_small", "rwkv7", "ttt_linear", "ttt_mlp_small",
 }  # fmt: skip
 

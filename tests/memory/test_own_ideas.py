@@ -58,7 +58,7 @@ def test_a_subclass_is_not_taken_for_its_parent():
 
 @pytest.mark.parametrize("name", IDEAS)
 def test_kernels_refuse_what_they_do_not_know(name):
-    rule = dataclasses.replace(IDEAS[name], window=1, chunk_size=16)
+    rule = IDEAS[name] if IDEAS[name].is_linear else dataclasses.replace(IDEAS[name], window=1, chunk_size=16)
     params, q, *_ = make_inputs(rule, time=32)
     reason = unsupported("pallas_tpu", rule, params, None, q, False)
     assert reason is None if name == "own_features" else reason  # features are applied before a kernel
@@ -230,10 +230,7 @@ def test_features_that_do_not_tell_the_key_size_say_so():
         memory.init_params(rule, jax.random.key(0), num_heads=1, key_dim=3, value_dim=3)
 
 
-def test_a_registered_rule_has_a_name(monkeypatch):
-    monkeypatch.setattr(rules, "REGISTRY", dict(rules.REGISTRY))
-    monkeypatch.setattr(rules, "WRITES", dict(rules.WRITES))
-
+def test_a_registered_rule_has_a_name(registered_rules):
     @rules.register("M_t = α M_{t−1} − η ∇")
     def capped(chunk_size: int = 16) -> MemoryRule:
         return MemoryRule(objective=CappedL2(), chunk_size=chunk_size)
@@ -243,5 +240,5 @@ def test_a_registered_rule_has_a_name(monkeypatch):
 
     assert MemoryConfig("capped").build() == capped()
     assert table1.row("capped").objective == "CappedL2(most=1.0)"
-    with pytest.raises(ValueError, match=r"'titans' is already the name of atlasjax\.rules\.titans"):
+    with pytest.raises(ValueError, match=r"'titans' is already the name of atlasjax\.rules\.deep\.titans"):
         rules.register("…")(type("Other", (), {"__name__": "titans", "__module__": "mine"})())

@@ -57,7 +57,9 @@ def test_delta_rule(name, implementation):
     assert_close(found, gradients(memory.reference, rule)(*args), 2e-5)
 
 
-@pytest.mark.parametrize("name", ["rwkv7", if_slow("gla"), if_slow("rwkv7_one_key"), if_slow("delta_rule_decay")])
+@pytest.mark.parametrize(
+    "name", ["rwkv7", "comba", *map(if_slow, ("gdn2", "gla", "rwkv7_one_key", "delta_rule_decay"))]
+)
 def test_linear_rules(name):
     rule = RULES[name]
     args = inputs(rule)

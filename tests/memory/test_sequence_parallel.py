@@ -15,7 +15,7 @@ GATED = rules.gated_delta_rule()
 CASES = {
     **{
         name: RULES[name]
-        for name in ("linear_attention", "retnet", "gla", "delta_rule", "delta_rule_decay", "rwkv7_one_key")
+        for name in ("linear_attention", "retnet", "gla", "delta_rule", "delta_rule_decay", "rwkv7_one_key", "gdn2")
     },
     "gated_delta_rule": GATED,
     "rwkv7": rules.rwkv7(),

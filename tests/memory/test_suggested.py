@@ -23,7 +23,7 @@ NORMED = structures.MLP(depth=1, norm=True)
 
 def has_any_chunk(rule):
     """Whether a rule is defined for chunks of more than one token (`fast_weights.clashes`)."""
-    return not (rule.retention.decay_first or rule.optimizer.is_implicit or rule.objective.removes)
+    return not (rule.retention.decay_first or rule.optimizer.is_implicit or rule.objective.own_keys)
 
 
 CASES = {

@@ -5,12 +5,17 @@ error is zero.
 """
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from atlasjax.memory.axes.base import Axis
+from atlasjax.memory.blocks import divisible, largest_entry, row_sums, spread
+
+Read = Callable[[jax.Array], jax.Array]
+OwnKeys = Mapping[str, jax.Array]  # gates of `Objective.own_keys` by name, [..., D]
 
 
 class Objective(Axis):
@@ -18,22 +23,45 @@ class Objective(Axis):
 
     Attributes:
       uses_threshold: whether `loss` uses the gate `threshold`, a positive number for each token and head.
+      uses_step_size: whether a write is scaled by the gate `step_size`.
+      own_keys: names of the gates that are keys, beside k, at which a token reads and writes.
       has_target: claim: the loss is convex in `out` with its minimum at v. Step sizes are then bounded (`bounds.Bound`).
       gradient_is_error: claim: ∂ℓ/∂out = out − v. A matrix memory then has the delta rule's closed form.
       gradient_is_value: claim: ∂ℓ/∂out = −v. A matrix memory is then linear attention, without effect of the chunk size.
-      removes: claim: the write is RWKV-7's (`RemoveAndReplace`), with its gates instead of a step size, and there is no loss.
+      writes_at_own_keys: claim: a matrix memory's write is the formula of `DeltaKeys`, with its `removed_at`.
     """
 
-    claims: ClassVar = {"has_target": False, "gradient_is_error": False, "gradient_is_value": False, "removes": False}
+    claims: ClassVar = {
+        "has_target": False, "gradient_is_error": False, "gradient_is_value": False, "writes_at_own_keys": False,
+    }  # fmt: skip
     uses_threshold = False
+    uses_step_size = True
+    own_keys: ClassVar[tuple[str, ...]] = ()
     has_target: bool
     gradient_is_error: bool
     gradient_is_value: bool
-    removes: bool
+    writes_at_own_keys: bool
 
     def loss(self, out: jax.Array, v: jax.Array, threshold: jax.Array | None = None) -> jax.Array:
         """ℓ [...] from out = M(φ(k)) and v, both [..., value_dim], and threshold [...]."""
         raise NotImplementedError(f"{type(self).__name__}.loss")
+
+    def token_loss(
+        self, read: Read, constant: Read, k: jax.Array, v: jax.Array, threshold: jax.Array, own: OwnKeys
+    ) -> jax.Array:
+        """ℓ of one token, a number; its gradient with respect to the memory is the token's write.
+
+        read: key → M(φ(key)). constant: the same, but of a memory with respect to which the gradient is not taken.
+        """
+        return self.loss(read(k), v, threshold)
+
+    def removed_at(self, own: OwnKeys) -> jax.Array | None:
+        """s [..., D], the key at which a write at own keys removes what was read. None: k."""
+        return None
+
+    def within(self, step: float, k: jax.Array, own: OwnKeys, step_size: jax.Array) -> tuple[OwnKeys, jax.Array]:
+        """Keys, and η [...], of tokens that step no further than `step` (`Bound.step`), for writes at own keys."""
+        return own, step_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,18 +135,71 @@ class Huber(Objective):
 
 
 @dataclasses.dataclass(frozen=True)
-class RemoveAndReplace(Objective):
-    """RWKV-7's write (Peng et al. 2025): the value stored at one key is removed, and the new value is written at another key.
+class DeltaKeys(Objective):
+    """The delta rule with a read key r (gate `removal_key`) beside its write key k.
 
-    S_t = −(M_{t−1} κ̂_t)(a_t ⊙ κ̂_t)ᵀ + v_t k_tᵀ, with the removal key κ̂ (gate `removal_key`), its rate a ∈ [0, 1] for each channel
-    (gate `removal`), and the replacement key k. With κ̂ = k/‖k‖ and equal rates it is the delta rule. It is not a gradient step on
-    a loss with a single key, so it has neither a `loss` nor a step size.
+        W_t = W̃_t + η_t (v_t − W̃_t r_t) k_tᵀ        W̃_t = W_{t−1}, or W_{t−1} Diag(α_t) if the decay comes first
+
+    With r = k this is the delta rule. Gated DeltaNet-2 has r = b ⊙ k, Comba r = p, and preconditioned DeltaNet the write key k ⊙ m
+    with r = k. A subclass may remove at a key s of its own (`removed_at`): W_t = W̃_t + η_t (v_t k_tᵀ − (W̃_t r_t) s_tᵀ).
+
+    The write is the semi-gradient of ⟨M(s), M(r)⟩ − ⟨M(k), v⟩, in which M(r) is constant, as in temporal-difference learning. It is
+    not the gradient of any loss unless r and s are parallel.
     """
 
-    removes = True
+    own_keys: ClassVar[tuple[str, ...]] = ("removal_key",)
+    writes_at_own_keys = True
 
     def loss(self, out: jax.Array, v: jax.Array, threshold: jax.Array | None = None) -> jax.Array:
-        raise TypeError("RemoveAndReplace has no loss: its write is not the gradient of a function of M(φ(k)) and v.")
+        """−⟨out, v⟩, the part that writes the value."""
+        return -jnp.sum(out * v, axis=-1)
+
+    def within(self, step: float, k: jax.Array, own: OwnKeys, step_size: jax.Array) -> tuple[OwnKeys, jax.Array]:
+        """Keys and η with η rᵀs ≤ step.
+
+        A token whose rᵀs is negative would enlarge what it should remove. It removes nothing and only writes its value.
+        """
+        read_key, removed_at = own["removal_key"], self.removed_at(own)
+        along = row_sums(read_key * (k if removed_at is None else removed_at))
+        there = divisible(along) & (along > 0)
+        most = step / jnp.where(there, along, 1.0)
+        kept = jnp.where((along < 0)[..., None], 0.0, read_key)
+        return {**own, "removal_key": kept}, jnp.where(there, jnp.minimum(step_size, most), step_size)
+
+    def token_loss(
+        self, read: Read, constant: Read, k: jax.Array, v: jax.Array, threshold: jax.Array, own: OwnKeys
+    ) -> jax.Array:
+        removed_at = self.removed_at(own)
+        # Not `stop_gradient`: the derivatives of training go through what was stored.
+        stored = constant(own["removal_key"])
+        return self.loss(read(k), v, threshold) + jnp.sum(read(k if removed_at is None else removed_at) * stored)
+
+    def summary(self) -> str:
+        return "½‖M(r) − v‖², written at k"
+
+
+@dataclasses.dataclass(frozen=True)
+class RemoveAndReplace(DeltaKeys):
+    """RWKV-7's write (Peng et al. 2025): the value stored at one key is removed, and the new value is written at another key.
+
+        W_t = W̃_t − (W_{t−1} κ̂_t)(a_t ⊙ κ̂_t)ᵀ + v_t k_tᵀ
+
+    It is `DeltaKeys` with r = κ̂ (gate `removal_key`), s = a ⊙ κ̂, rates a ∈ [0, 1] for each channel (gate `removal`) instead of a
+    step size, and the replacement key k. With κ̂ = k/‖k‖ and equal rates it is the delta rule.
+    """
+
+    uses_step_size = False
+    own_keys: ClassVar[tuple[str, ...]] = ("removal_key", "removal")
+    writes_at_own_keys = True
+
+    def removed_at(self, own: OwnKeys) -> jax.Array:
+        return own["removal"] * own["removal_key"]
+
+    def within(self, step: float, k: jax.Array, own: OwnKeys, step_size: jax.Array) -> tuple[OwnKeys, jax.Array]:
+        """Rates a, scaled so that max(a) ‖κ̂‖² ≤ step; η as it is."""
+        most = largest_entry(own["removal"]) * row_sums(own["removal_key"] * own["removal_key"])
+        share = jnp.where(most > step, step / jnp.where(most > step, most, 1.0), 1.0)
+        return {**own, "removal": own["removal"] * spread(share[..., None], own["removal"].shape[-1], -1)}, step_size
 
     def summary(self) -> str:
         return "remove at κ̂, write at k"

@@ -128,13 +128,6 @@ def capped_delta(step: float, step_size: jax.Array, key: jax.Array) -> jax.Array
     return limits.capped(step, step_size, jnp.ones_like(square), square)
 
 
-def capped_removal(step: float, removal_key: jax.Array, removal: jax.Array) -> jax.Array:
-    """Removal rates a, scaled so that max(a) ‖κ̂‖² ≤ step. removal_key, removal: [..., D]."""
-    most = largest_entry(removal) * row_sums(removal_key * removal_key)
-    share = jnp.where(most > step, step / jnp.where(most > step, most, 1.0), 1.0)
-    return removal * spread(share[..., None], removal.shape[-1], -1)
-
-
 def left_over(moved: jax.Array, scale: jax.Array) -> jax.Array:
     """1 + x/n, and 1 where n is zero."""
     there = divisible(scale)

@@ -78,12 +78,15 @@ def clashes(rule: Choices) -> Iterator[tuple[str, str]]:
                 optimizer,
                 f"{retention}: it decays first. Use Full(), Scalar(decay_first=True) or Channel(decay_first=True).",
             )
-    if rule.objective.removes:
+    if rule.objective.own_keys:
+        objective = f"objective={rule.objective!r}"
+        if not rule.objective.writes_at_own_keys:
+            yield objective, "its own_keys: the write is known for objectives with writes_at_own_keys = True only."
         plain = rule.optimizer.is_linear and not rule.optimizer.has_momentum and not rule.optimizer.per_channel
-        decays = rule.retention.is_linear and not rule.retention.has_map and not rule.retention.decay_first
+        decays = rule.retention.is_linear and not rule.retention.has_map
         if not (matrix and online and plain and rule.features.is_identity and decays):
             yield (
-                f"objective={rule.objective!r}",
-                "the other choices: it is defined for Matrix(), Identity(), GradientDescent(), a decay that does not come "
-                "first, and window=chunk_size=1 only.",
+                objective,
+                "the other choices: it is defined for Matrix(), Identity(), GradientDescent(), a retention without a map, and "
+                "window=chunk_size=1 only.",
             )

@@ -61,7 +61,13 @@ def _known(rule: MemorySpec) -> dict[str, tuple[object, bool]]:
     """
     supported: dict[str, tuple[type, ...]] = {
         "structure": (structures.Matrix, structures.MLP, structures.GatedMLP),
-        "objective": (objectives.L2, objectives.DotProduct, objectives.Lp, objectives.RemoveAndReplace)
+        "objective": (
+            objectives.L2,
+            objectives.DotProduct,
+            objectives.Lp,
+            objectives.DeltaKeys,
+            objectives.RemoveAndReplace,
+        )
         + (objectives.Huber,) * (rule.window == 1 and not rule.uses_muon),
         "optimizer": (optimizers.GradientDescent, optimizers.Implicit, optimizers.Momentum, optimizers.Muon),
         "retention": (retention.Full, retention.Scalar)

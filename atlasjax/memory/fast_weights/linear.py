@@ -3,9 +3,9 @@
     W_t = W_{t−1} Diag(α_t) + u_t s_tᵀ + v_t k_tᵀ        u_t = rate_t (target_t − W̃_t r_t)
 
 with W̃_t = W_{t−1}, or W_{t−1} Diag(α_t) if the decay comes first. Linear attention and its variants have only the last term. The
-delta rule has r = s = φ(k), target = v and rate = η, and no last term. Longhorn's rate is β/(1 + β‖φ(k)‖²). RWKV-7 has r = κ̂,
-s = a ⊙ κ̂, target = 0 and rate = 1. With A_t = α_1 … α_t and P[t,i] = α_{i+1} … α_t (both per channel), all u of a block solve one
-unit lower-triangular system (the WY / UT form; Yang et al. 2024),
+delta rule has r = s = φ(k), target = v and rate = η, and no last term. Longhorn's rate is β/(1 + β‖φ(k)‖²). Delta rules with a read
+key of their own have s = k and that r. RWKV-7 has r = κ̂, s = a ⊙ κ̂, target = 0 and rate = 1. With A_t = α_1 … α_t and P[t,i] =
+α_{i+1} … α_t (both per channel), all u of a block solve one unit lower-triangular system (the WY / UT form; Yang et al. 2024),
 
     (I + diag(rate) L) U = diag(rate) (target − (Ã ⊙ R) W_0ᵀ − L' V)
 
@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from atlasjax.memory import meshes
+from atlasjax.memory.axes.objectives import OwnKeys
 from atlasjax.memory.blocks import (
     applied,
     decay_products,
@@ -108,25 +109,43 @@ def tokens_of(rule: MemorySpec, params: MemoryParams, slot: Slot) -> LinearToken
     wide = wide_dtype(slot.q.dtype)
     query, key = (rule.features.apply(params.coefficients, x.astype(wide)) for x in (slot.q, slot.k))
     v, decay, step_size = slot.v.astype(wide), slot.retention, slot.step_size
-    if rule.objective.removes:
-        removal_key, removal = slot.removal_key, slot.removal
-        assert removal_key is not None
-        assert removal is not None
-        if rule.bound is not None and rule.bound.step is not None:
-            removal = bounds.capped_removal(rule.bound.step, removal_key, removal)
-        ones = jnp.ones(key.shape[0], key.dtype)
-        return LinearTokens(query, decay, Removal(removal_key, removal * removal_key, ones, None), Added(key, v))
-    assert step_size is not None
-    if rule.objective.gradient_is_value:
-        return LinearTokens(
-            query, decay, None, Added(key, v * step_size if step_size.ndim == 2 else scaled_rows(step_size, v))
-        )
+    removal = removal_of(rule, key, step_size, {name: getattr(slot, name) for name in rule.objective.own_keys})
+    if removal is None:
+        assert step_size is not None
+        scaled = v * step_size if step_size.ndim == 2 else scaled_rows(step_size, v)
+        return LinearTokens(query, decay, None, Added(key, scaled))
+    if removal.write is key:
+        return LinearTokens(query, decay, removal._replace(target=v), None)
+    added = Added(key, v if step_size is None else scaled_rows(removal.rate, v))
+    return LinearTokens(query, decay, removal, added)
+
+
+def removal_of(rule: MemorySpec, key: jax.Array, step_size: jax.Array | None, own: OwnKeys) -> Removal | None:
+    """What tokens of a rule with `is_linear` remove, within the rule's bound; None for linear attention.
+
+    Args:
+      key: φ(k), [..., D].
+      step_size: [...] or [..., value_dim]. None for an objective without step sizes, whose rate is 1.
+      own: gates of `Objective.own_keys`.
+
+    Returns:
+      A `Removal` without a target, whose `write` is `key` itself if the value is written there too.
+    """
+    objective, bound = rule.objective, rule.bound
+    if objective.gradient_is_value:
+        return None
+    rate = jnp.ones(key.shape[:-1], key.dtype) if step_size is None else step_size
+    if objective.writes_at_own_keys:
+        if bound is not None and bound.step is not None:
+            own, rate = objective.within(bound.step, key, own, rate)
+        removed_at = objective.removed_at(own)
+        return Removal(own["removal_key"], key if removed_at is None else removed_at, rate, None)
     if rule.optimizer.is_implicit:
         square = row_sums(key * key)
-        step_size = step_size / (1.0 + step_size * (square if step_size.ndim == 1 else square[:, None]))
+        rate = rate / (1.0 + rate * (square if rate.ndim < key.ndim else square[..., None]))
     if rule.step_bound is not None:
-        step_size = bounds.capped_delta(rule.step_bound, step_size, key)
-    return LinearTokens(query, decay, Removal(key, key, step_size, v), None)
+        rate = bounds.capped_delta(rule.step_bound, rate, key)
+    return Removal(key, key, rate, None)
 
 
 def scores_of(rule: MemorySpec, tokens: LinearTokens) -> Scores:

@@ -1,8 +1,9 @@
 """Linear and delta rules with the kernels of `pallas_kernels`: which kernel a rule has, what it supports, and the call.
 
 `delta_rule` runs delta rules with one decay for each head, or none. `linear_rule` runs delta rules whose memory decays after the
-removal, or with a decay for each channel, RWKV-7, and linear attention with a decay for each channel. Linear attention with one
-decay for each head is a memory with constant gradients, which `chunk_memory` runs.
+removal, or with a decay for each channel, or that remove at keys of their own (RWKV-7, Gated DeltaNet-2, Comba), and linear
+attention with a decay for each channel. Linear attention with one decay for each head is a memory with constant gradients, which
+`chunk_memory` runs.
 """
 
 from typing import Any
@@ -10,13 +11,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from atlasjax.memory.fast_weights import bounds
+from atlasjax.memory.fast_weights.linear import removal_of
 from atlasjax.memory.fast_weights.packed import layout, pack
 from atlasjax.memory.fast_weights.scan import state_after
 from atlasjax.memory.fast_weights.slots import Carry
 from atlasjax.memory.fast_weights.spec import MemorySpec
 from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState
-from atlasjax.memory.gates import Gates
 from atlasjax.memory.tokens import Tokens
 from pallas_kernels.delta_rule import MOST_CHANNELS, delta_rule
 from pallas_kernels.linear_rule import linear_rule
@@ -30,7 +30,7 @@ def kernel_of(rule: MemorySpec) -> str | None:
     if rule.objective.gradient_is_value:
         return "linear_rule" if has_channels else None
     decays_last = rule.retention.gate is not None and not rule.retention.decay_first
-    return "linear_rule" if has_channels or decays_last or rule.objective.removes else "delta_rule"
+    return "linear_rule" if has_channels or decays_last or rule.objective.own_keys else "delta_rule"
 
 
 def unsupported(rule: MemorySpec, weight: jax.Array, on_gpu: bool) -> dict[str, bool]:
@@ -61,20 +61,15 @@ def scan(
     wide = jnp.float32
     by_head = lambda x: jax.vmap(rule.features.apply, in_axes=(0, 2), out_axes=2)(params.coefficients, x.astype(wide))
     query, key = (x.astype(wide) if rule.features.is_identity else by_head(x) for x in (q, k))
-    beta, removal = _step_size(rule, gates, key), None
-    if rule.objective.removes:
-        assert gates.removal_key is not None
-        assert gates.removal is not None
-        kappa, rates = gates.removal_key.astype(wide), gates.removal.astype(wide)
-        if rule.bound is not None and rule.bound.step is not None:
-            rates = bounds.capped_removal(rule.bound.step, kappa, rates)
-        removal = kappa, rates * kappa
+    beta = None if gates.step_size is None else gates.step_size.astype(wide)
+    own = {name: getattr(gates, name).astype(wide) for name in rule.objective.own_keys}
+    removed, keys = removal_of(rule, key, beta, own), None
+    if removed is not None:
+        beta = removed.rate
+        keys = (removed.key, removed.write) if own else None  # otherwise r = s = k
+    if packed is not None and not rule.objective.uses_step_size:
         # Places of the grid without a token write nothing.
-        beta = (
-            jnp.ones(q.shape[:3], wide)
-            if packed is None
-            else jnp.broadcast_to(packed.segments.real[..., None], q.shape[:3])
-        )
+        beta = jnp.broadcast_to(packed.segments.real[..., None], q.shape[:3])
     assert beta is not None
     query, key = query.astype(q.dtype), key.astype(q.dtype)
     options: dict[str, Any] = {"initial": before.memory["W"], "chunk_size": chunk_size}
@@ -87,22 +82,10 @@ def scan(
         if decay.ndim < 4:
             decay = jnp.broadcast_to(decay[..., None], query.shape)
         y, memory = linear_rule(
-            query, key, v, decay, beta, removal, delta=rule.objective.gradient_is_error,
+            query, key, v, decay, beta, keys, delta=rule.objective.gradient_is_error,
             decay_first=rule.retention.decay_first, implementation=implementation, **options,
         )  # fmt: skip
     if packed is None:
         return y, before._replace(memory={"W": memory})
     after = Carry({"W": memory}, before.momentum, None, {"W": memory})
     return packed.pick(y), state_after(rule, before, after, where, tokens)
-
-
-def _step_size(rule: MemorySpec, gates: Gates, key: jax.Array) -> jax.Array | None:
-    """β [batch, time, heads] of the kernels, or None for a rule without step sizes. key: features."""
-    if gates.step_size is None:
-        return None
-    beta = gates.step_size.astype(jnp.float32)
-    if rule.objective.gradient_is_value:
-        return beta
-    if rule.optimizer.is_implicit:
-        beta = beta / (1.0 + beta * jnp.sum(key * key, axis=-1))
-    return beta if rule.step_bound is None else bounds.capped_delta(rule.step_bound, beta, key)

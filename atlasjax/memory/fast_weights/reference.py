@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from atlasjax.memory import limits, meshes
+from atlasjax.memory.axes.objectives import OwnKeys
 from atlasjax.memory.fast_weights import bounds
 from atlasjax.memory.fast_weights.init import init_state
 from atlasjax.memory.fast_weights.spec import MemorySpec
@@ -30,21 +31,15 @@ def read_weights(rule: MemorySpec, params: MemoryParams, weights: dict[str, jax.
 
 
 def _gradient(
-    rule: MemorySpec, params: MemoryParams, weights: dict, token: dict, keys: jax.Array, values: jax.Array,
+    rule: MemorySpec, params: MemoryParams, weights: dict, own: OwnKeys, keys: jax.Array, values: jax.Array,
     thresholds: jax.Array, gamma: jax.Array,
 ) -> dict:  # fmt: skip
     """g_t: the gradient of the window's losses, weighted by γ, at the memory `weights`."""
-    if rule.objective.removes:
-        removed, rate, W = token["removal_key"], token["removal"], weights["W"]
-        if rule.bound is not None and rule.bound.step is not None:
-            rate = bounds.capped_removal(rule.bound.step, removed, rate)
-        return {"W": jnp.outer(W @ removed, rate * removed) - jnp.outer(token["v"], token["k"])}
+    reads = lambda weights: lambda x: read_weights(rule, params, weights, x)
+    constant = reads(weights)
 
     def loss(weights: dict, k: jax.Array, v: jax.Array, threshold: jax.Array) -> jax.Array:
-        features = rule.features.apply(params.coefficients, k)
-        skip = rule.features.degree_one(params.coefficients, k) if rule.structure.residual else None
-        out = rule.structure.apply(lambda name, h: weights[name] @ h, features, skip, params.norm)
-        return rule.limited_objective.loss(out, v, threshold)
+        return rule.limited_objective.token_loss(reads(weights), constant, k, v, threshold, own)
 
     gradients = jax.vmap(jax.grad(loss), (None, 0, 0, 0))(weights, keys, values, thresholds)
     return jax.tree.map(lambda x: jnp.tensordot(gamma, x, 1), gradients)
@@ -113,7 +108,12 @@ def _token(rule: MemorySpec, params: MemoryParams, initial: dict, carry: dict, t
 
     gamma = jnp.where(real, token["window_weights"], 0.0)
     window = (keys, values, thresholds, gamma)
-    g = _gradient(rule, params, rule.weights(origin), token, *window)
+    own: OwnKeys = {
+        name: token[name] for name in rule.objective.own_keys
+    }  # of this token: such rules have a window of one
+    if own and rule.bound is not None and rule.bound.step is not None:
+        own, eta = rule.objective.within(rule.bound.step, token["k"], own, eta)
+    g = _gradient(rule, params, rule.weights(origin), own, *window)
 
     if rule.step_bound is not None:
         before = decay(carry["M"]) if rule.retention.decay_first else carry["M"]
@@ -153,9 +153,8 @@ def _by_token(tokens: Tokens, dtype: jnp.dtype) -> dict[str, jax.Array]:
         "window_weights": ones[..., None] if gates.window_weights is None else wide(gates.window_weights),
         "threshold": ones if gates.threshold is None else wide(gates.threshold),
     }
-    if gates.removal_key is not None and gates.removal is not None:
-        found |= {"removal_key": wide(gates.removal_key), "removal": wide(gates.removal)}
-    return found
+    own = {"removal_key": gates.removal_key, "removal": gates.removal}
+    return found | {name: wide(x) for name, x in own.items() if x is not None}
 
 
 def _state_after(rule: MemorySpec, state: MemoryState, last: dict, segmented: bool) -> MemoryState:

@@ -100,7 +100,7 @@ class MemorySpec(FamilyRule[MemoryParams, MemoryState]):
         It does not apply to a loss without a target (dot products), nor to an optimizer that is not linear in the gradient: an
         orthogonalized step (Muon) has a fixed size, an implicit step cannot pass its target, and the effect of others is unknown.
         """
-        free = not self.optimizer.is_linear or not self.objective.has_target or self.objective.removes
+        free = not self.optimizer.is_linear or not self.objective.has_target
         return None if self.bound is None or free else self.bound.step
 
     @property
@@ -120,7 +120,7 @@ class MemorySpec(FamilyRule[MemoryParams, MemoryState]):
     def limited_objective(self) -> objectives.Objective:
         """The loss whose gradients are taken: `objective` limited by `Bound.slope`, except in rules in which the chunk size has no
         effect."""
-        free = self.is_linear or self.has_constant_gradient or self.objective.removes
+        free = self.is_linear or self.has_constant_gradient
         if self.bound is None or self.bound.slope is None or free:
             return self.objective
         return LimitedSlope(self.objective, self.bound.slope)
@@ -189,8 +189,8 @@ class MemorySpec(FamilyRule[MemoryParams, MemoryState]):
             return False
         if self.optimizer.has_momentum or not (self.optimizer.is_linear or self.optimizer.is_implicit):
             return False
-        delta = (self.objective.gradient_is_error or self.objective.removes) and self.chunk_size == 1
-        return delta or self.objective.gradient_is_value
+        delta = self.objective.gradient_is_error or self.objective.writes_at_own_keys
+        return (delta and self.chunk_size == 1) or self.objective.gradient_is_value
 
     @property
     def undivided(self) -> str | None:
@@ -286,10 +286,8 @@ class MemorySpec(FamilyRule[MemoryParams, MemoryState]):
         gates: dict[str, int | None] = {}
         if self.retention.gate is not None:
             gates["retention"] = feature_dim if self.retention.gate == "channel" else None
-        if self.objective.removes:
-            gates["removal_key"] = feature_dim
-            gates["removal"] = feature_dim
-        else:
+        gates |= dict.fromkeys(self.objective.own_keys, feature_dim)
+        if self.objective.uses_step_size:
             gates["step_size"] = (value_dim or key_dim) if self.optimizer.per_channel else None
         if self.optimizer.has_momentum:
             gates["momentum_decay"] = None

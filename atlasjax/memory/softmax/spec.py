@@ -187,7 +187,7 @@ def _clashes(rule: SoftmaxSpec) -> Iterator[str]:
         len(part_checks.check_weight_shapes(rule.structure, 1, 1)) != 2 or _readers(rule.structure) != [rule.inner]
     ):
         yield f"{structure}: a softmax memory must be Matrix(), or have two matrices, one of which reads φ*, such as MLP(depth=2)."
-    if rule.objective.removes or rule.objective.uses_threshold:
+    if rule.objective.own_keys or rule.objective.uses_threshold:
         yield f"{objective}: a softmax memory needs a loss of M(φ*(k)) and v alone, such as DotProduct() or L2()."
     if not rule.optimizer.is_linear:
         yield f"{optimizer}: the coefficients of a softmax memory are known for GradientDescent() and Momentum() only."
