@@ -1,4 +1,4 @@
-"""The recurrence of the delta rule's memory over chunks as one GPU kernel, forward and backward.
+"""The recurrence over chunks of a matrix memory that a delta rule or linear attention writes, as one GPU kernel.
 
     Z_i = A_i − B_i X_iᵀ        X_{i+1} = γ_i X_i + D_i + Z_iᵀ C_i
 
@@ -24,17 +24,18 @@ from pallas_kernels.delta_rule.tiles import Chunks, given, wide
 
 
 def state_pass(
-    chunks: Chunks, a: jax.Array, b: jax.Array, c: jax.Array, d: jax.Array | None, decay: jax.Array | None, first: jax.Array,
-    interpret: Interpret, *, reverse: bool = False, restarts: tuple[jax.Array, jax.Array | None] | None = None,
+    chunks: Chunks, a: jax.Array, b: jax.Array | None, c: jax.Array | None, d: jax.Array | None,
+    decay: jax.Array | None, first: jax.Array, interpret: Interpret, *, reverse: bool = False,
+    restarts: tuple[jax.Array, jax.Array | None] | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """X before each step, Z of each chunk and the last X.
 
     Args:
       chunks: the chunks of the tokens. Sizes of chunks and channels are powers of two ≥ 16.
       a: A, [batch, time, heads, value_dim], float32 or bfloat16.
-      b, c: B and C, [batch, time, heads, key_dim], in a's dtype.
+      b, c: B and C, [batch, time, heads, key_dim], in a's dtype. None means 0.
       d: D, [batch · heads, chunks, value_dim, key_dim], in a's dtype. None means 0.
-      decay: γ, float32 [batch · heads, chunks]. None means 1.
+      decay: γ, float32 [batch · heads, chunks], or [batch · heads, chunks, key_dim] for one per column of X. None means 1.
       first: X before the first step, float32 [batch · heads, value_dim, key_dim].
       interpret: passed to `pallas_call`.
       reverse: processes the chunks in reverse with −B and −C. With (F, C, B, E, γ, G_n) for (a, b, c, d, decay, first) this gives
@@ -46,14 +47,14 @@ def state_pass(
       X [batch · heads, chunks, value_dim, key_dim] and Z (like a), in a's dtype, in which products read them; the last X, like
       first.
     """
-    optional = (d, decay, None if restarts is None else restarts[1], None if restarts is None else restarts[0])
-    there = [True] * 4 + [x is not None for x in optional] + [True] * 3
+    optional = (b, c, d, decay, None if restarts is None else restarts[1], None if restarts is None else restarts[0])
+    there = [True] * 2 + [x is not None for x in optional] + [True] * 3
 
     @rows_folded
     def call(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        a, b, _, first = arrays[:4]
-        (_, time, heads, value_dim), key_dim = a.shape, b.shape[-1]
-        rows, count = first.shape[0], time // chunks.size
+        a, first = arrays[:2]
+        (_, time, heads, value_dim), (rows, _, key_dim) = a.shape, first.shape
+        count = time // chunks.size
         block, columns, warps = _block(key_dim, value_dim, a.dtype)
         parts = tuple(pl.ds(start, columns) for start in range(0, key_dim, columns))
 
@@ -66,8 +67,10 @@ def state_pass(
         of_values = pl.BlockSpec((None, time, None, block), lambda row, j: (row // heads, 0, row % heads, j))
         states = pl.BlockSpec((None, count, block, key_dim), lambda row, j: (row, 0, j, 0))
         state = pl.BlockSpec((None, block, key_dim), lambda row, j: (row, j, 0))
-        decays = pl.BlockSpec((None, count), lambda row, j: (row, 0))
-        specs = [of_values, of_keys, of_keys, state, states, decays, state, decays]
+        marks = pl.BlockSpec((None, count), lambda row, j: (row, 0))
+        channels = pl.BlockSpec((None, count, key_dim), lambda row, j: (row, 0, 0))
+        decays = channels if decay is not None and decay.ndim == 3 else marks
+        specs = [of_values, state, of_keys, of_keys, states, decays, state, marks]
         return tuple(
             gpu.call(
                 kernel, warps=warps, stages=2, interpret=interpret, name="state_pass" + "_backward" * reverse,
@@ -82,7 +85,7 @@ def state_pass(
             )(*arrays)
         )  # fmt: skip
 
-    x, z, last = call(a, b, c, first, *given(*optional))
+    x, z, last = call(a, first, *given(*optional))
     return x, z, last
 
 
@@ -95,7 +98,7 @@ class _Pass:
       size, count: of the chunks.
       parts: X's columns in parts, one product each: wider ones would spill registers.
       reverse: as in `state_pass`.
-      a, b, c, first, d, decay, start, restarts: references to the inputs, or None; `start` replaces X where `restarts` is 1.
+      a, first, b, c, d, decay, start, restarts: references to the inputs, or None; `start` replaces X where `restarts` is 1.
       x, z, last: references to the outputs.
     """
 
@@ -105,9 +108,9 @@ class _Pass:
     parts: tuple[Slice, ...]
     reverse: bool
     a: jax.Ref
-    b: jax.Ref
-    c: jax.Ref
     first: jax.Ref
+    b: jax.Ref | None
+    c: jax.Ref | None
     d: jax.Ref | None
     decay: jax.Ref | None
     start: jax.Ref | None
@@ -133,13 +136,18 @@ class _Pass:
             written = written if self.reverse else x
         for part, x_part, kept in zip(self.parts, x, written):
             self.x[i, :, part] = kept.astype(dtype)
-            z -= sign * self.product(self.b[tokens, part], x_part, 1, 1)
+            if self.b is not None:
+                z -= sign * self.product(self.b[tokens, part], x_part, 1, 1)
         self.z[tokens, :] = z.astype(dtype)
         after = []
         for part, x_part in zip(self.parts, x):
-            x_part = x_part if self.decay is None else self.decay[i] * x_part
+            if self.decay is not None:
+                by_column = len(self.decay.shape) == 2
+                x_part = (self.decay[i, part][None, :] if by_column else self.decay[i]) * x_part
             x_part = x_part if self.d is None else x_part + wide(self.d[i, :, part])
-            after.append(x_part + sign * self.product(z, self.c[tokens, part], 0, 0))
+            if self.c is not None:
+                x_part += sign * self.product(z, self.c[tokens, part], 0, 0)
+            after.append(x_part)
         return tuple(after)
 
     def replaced(self, begins: jax.Array, x: Arrays) -> Arrays:

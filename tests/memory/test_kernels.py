@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from atlasjax import memory
 from atlasjax.memory import Bound, Partition, objectives, optimizers, structures
-from atlasjax.memory.fast_weights import kernels, linear_kernels
+from atlasjax.memory.fast_weights import kernels, linear_kernels, linear_pass
 from atlasjax.memory.fast_weights.rule import MemoryRule
 from tests.marks import if_slow
 from tests.memory.cases import RULES, assert_close, make_inputs, objective
@@ -28,7 +28,9 @@ SUPPORTED = {
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    for module, name in ((kernels, "chunk_memory"), (linear_kernels, "delta_rule"), (linear_kernels, "linear_rule")):
+    for module, name in (
+        (kernels, "chunk_memory"), (linear_kernels, "delta_rule"), (linear_kernels, "linear_rule"), (linear_pass, "memory_pass"),
+    ):  # fmt: skip
         monkeypatch.setattr(module, name, functools.partial(getattr(module, name), interpret=True))
 
 
@@ -187,6 +189,9 @@ def test_goes_on_from_a_state(name, interpreted):
     ("name", "structure"),
     [
         ("gated_delta_rule", structures.Matrix()),
+        ("rwkv7", structures.Matrix()),
+        ("gla", structures.Matrix()),
+        *(if_slow(name, structures.Matrix()) for name in ("gdn2", "comba", "rwkv7_one_key", "read_key_decays_last")),
         if_slow("omeganet", structures.Matrix()),  # test_chunk_memory_gpu.py has both
         if_slow("omeganet", structures.MLP()),
         if_slow("yaad", structures.Matrix()),
@@ -196,7 +201,7 @@ def test_goes_on_from_a_state(name, interpreted):
 def test_on_gpus(name, structure, interpreted):
     """37 tokens: two chunks of 16, and five tokens that the XLA engine takes; steps and norms are bounded, and act."""
     rule = RULES[name]
-    if name != "gated_delta_rule":
+    if not rule.is_linear:
         bound = Bound(slope=0.5, weight_norm=0.6)
         rule = dataclasses.replace(rule, structure=structure, chunk_size=16, bound=bound)
     params, *rest = make_inputs(rule, batch=1, key_dim=8, value_dim=8)
@@ -248,7 +253,7 @@ def test_what_gpus_refuse():
     assert "LayerNorm" in reasons["ttt_mlp"]
     assert "chunk_size=8, should be at least 16" in reasons["titans"]
     assert reasons["gated_delta_rule"] is None
-    assert "no GPU kernel has been written for retention=Channel" in reasons["gla"]
+    assert reasons["gla"] is reasons["rwkv7"] is reasons["gdn2"] is None
     assert reasons["swla"] is None
     assert reasons["titans_matrix"] is None  # whose steps are bounded
     long = dataclasses.replace(RULES["titans_matrix"], chunk_size=128)

@@ -10,7 +10,7 @@ import pytest
 
 from atlasjax import memory
 from atlasjax.memory import structures
-from atlasjax.memory.fast_weights import kernels, linear_kernels
+from atlasjax.memory.fast_weights import kernels, linear_kernels, linear_pass
 from pallas_kernels.arguments import Segments
 from pallas_kernels.delta_rule import delta_rule
 from tests.marks import if_slow
@@ -19,7 +19,9 @@ from tests.memory.cases import RULES, assert_close, make_inputs, objective
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
-    for module, name in ((kernels, "chunk_memory"), (linear_kernels, "delta_rule"), (linear_kernels, "linear_rule")):
+    for module, name in (
+        (kernels, "chunk_memory"), (linear_kernels, "delta_rule"), (linear_kernels, "linear_rule"), (linear_pass, "memory_pass"),
+    ):  # fmt: skip
         monkeypatch.setattr(module, name, functools.partial(getattr(module, name), interpret=True))
     # Several chunks in a few tokens.
     monkeypatch.setattr(kernels, "_FREE_CHUNK", 16)
@@ -60,10 +62,11 @@ def test_delta_rule(name, implementation):
 @pytest.mark.parametrize(
     "name", ["rwkv7", "comba", *map(if_slow, ("gdn2", "gla", "rwkv7_one_key", "delta_rule_decay"))]
 )
-def test_linear_rules(name):
+@pytest.mark.parametrize("implementation", ["pallas_tpu", "pallas_gpu"])
+def test_linear_rules(name, implementation):
     rule = RULES[name]
     args = inputs(rule)
-    found = gradients(memory.scan, rule, implementation="pallas_tpu")(*args)
+    found = gradients(memory.scan, rule, implementation=implementation)(*args)
     assert_close(found, gradients(memory.reference, rule)(*args), 2e-5)
 
 

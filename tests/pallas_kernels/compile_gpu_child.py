@@ -21,6 +21,7 @@ from atlasjax.memory.fast_weights.bounds import LimitedSlope
 from pallas_kernels.arguments import Segments
 from pallas_kernels.chunk_memory import chunk_memory
 from pallas_kernels.delta_rule import delta_rule
+from pallas_kernels.linear_rule import memory_pass
 from pallas_kernels.newton_schulz import SCHEDULES, coefficients, newton_schulz
 
 
@@ -64,6 +65,18 @@ def kernels():
             packed = segments(start, 256)
             call = lambda arrays, packed: delta_rule(*arrays, segments=packed, implementation="pallas_gpu")[0]
             yield f"delta_rule {dim} packed", call, [tokens, packed]
+
+    for dim, dtype, channels in ((64, "bfloat16", True), (128, "bfloat16", True), (96, "float32", False)):
+        yield f"memory_pass {dim}", *memory_passes(dim, dtype, channels)
+
+
+def memory_passes(dim, dtype, channels):
+    """The memory pass of a linear rule, with all that it may have; decays for each channel or for each head."""
+    array = lambda *shape, dtype="float32": jax.ShapeDtypeStruct((8, 2, *shape), dtype)  # 8 chunks of 2 sequences
+    tokens = [array(4, 32, dim, dtype=dtype)] * 3
+    states = [array(4, dim, dim), array(4, *[dim] * channels)]
+    memories = [jax.ShapeDtypeStruct((2, 4, dim, dim), "float32"), jax.ShapeDtypeStruct((4, dim, dim), "float32")]
+    return lambda *arrays: memory_pass(*arrays)[1], [*tokens, *states, *memories, array(dtype="bool")]
 
 
 def segments(start, time):

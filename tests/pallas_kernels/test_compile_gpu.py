@@ -60,6 +60,7 @@ def test_kernels_compile(gpu):
         assert len(found) == 8
     assert sum(name.startswith("chunk_memory") for _, name, *_ in kernels) == 14
     assert sum(case.startswith("delta_rule") for case, *_ in kernels) == 30
+    assert sum(case.startswith("memory_pass") for case, *_ in kernels) == 6
     for case, name, _, spilled, shared, _ in kernels:
         most = MOST_SPILLED[gpu].get(case, 0)
         assert int(spilled) <= most, (
@@ -71,7 +72,7 @@ def test_kernels_compile(gpu):
 @needs_cuda
 def test_a_t4_is_too_old():
     lines = compiled("t4")
-    assert len(lines) == 21
+    assert len(lines) == 24
     for line in lines:
         assert "refused" in line
         assert "Triton support is only enabled for" in line

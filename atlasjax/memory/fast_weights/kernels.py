@@ -117,7 +117,7 @@ def unsupported(
     }
     is_linear = linear_kernels.kernel_of(rule) is not None
     if is_linear:
-        reasons |= linear_kernels.unsupported(rule, params.weights["W"], on_gpu)
+        reasons |= linear_kernels.unsupported(params.weights["W"])
     elif not rule.has_constant_gradient:
         reasons[f"chunk_size={rule.chunk_size}, should be one of {CHUNK_SIZES}"] = rule.chunk_size not in CHUNK_SIZES
         reasons[f"{time} tokens are less than one chunk of {rule.chunk_size}"] = time < rule.chunk_size and not packed
@@ -146,7 +146,11 @@ def pallas_scan(
     batch, time = tokens.q.shape[:2]
     before = init_state(rule, params, batch_size=batch) if state is None else state
     tokens = tokens._replace(gates=rule.within_horizon(tokens.gates))  # before padding, whose θ is 1
-    if linear_kernels.kernel_of(rule) is not None:
+    kernel = linear_kernels.kernel_of(rule)
+    if kernel == "linear_rule" and implementation == "pallas_gpu":
+        # Its kernel is of the memory alone; the places of tokens are those of the XLA engine.
+        return xla_scan(rule, params, state, tokens, max_segments, by_kernel=True)
+    if kernel is not None:
         return linear_kernels.scan(implementation, rule, params, before, tokens, max_segments, _FREE_CHUNK)
     inside = state is not None and state.position is not None
     if tokens.segment_ids is not None or inside:

@@ -260,6 +260,12 @@ def _from_start_and_to_end(decay: jax.Array | None) -> tuple[jax.Array | None, j
     return start[0, :m], end[0, :m]
 
 
+def decayed_to_end(key: jax.Array, decay: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+    """Keys [m, D] decayed to the block's end, and the decay of the whole block, None without decays."""
+    start, end = _from_start_and_to_end(decay)
+    return _times(end, key), None if start is None else start[-1]
+
+
 class Mask(NamedTuple):
     """Which scores queries have: P[t,i] is the product of the decays i + 1 … t (shift: … t − 1), for i ≤ t (strict: i < t)."""
 

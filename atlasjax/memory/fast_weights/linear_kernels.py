@@ -33,11 +33,9 @@ def kernel_of(rule: MemorySpec) -> str | None:
     return "linear_rule" if has_channels or decays_last or rule.objective.own_keys else "delta_rule"
 
 
-def unsupported(rule: MemorySpec, weight: jax.Array, on_gpu: bool) -> dict[str, bool]:
+def unsupported(weight: jax.Array) -> dict[str, bool]:
     """Reason → whether it applies, for a linear rule with a kernel. weight: W [heads, value_dim, feature_dim]."""
     return {
-        f"no GPU kernel has been written for retention={rule.retention!r} with objective={rule.objective!r}": on_gpu
-        and kernel_of(rule) == "linear_rule",
         f"W is {weight.shape}, the kernel supports at most {MOST_CHANNELS} channels": max(weight.shape[1:])
         > MOST_CHANNELS,
     }

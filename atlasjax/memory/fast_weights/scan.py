@@ -9,6 +9,7 @@ from atlasjax.memory import grid
 from atlasjax.memory.fast_weights.chunk import Plan, Slot, Soup, Window, plan
 from atlasjax.memory.fast_weights.init import init_state
 from atlasjax.memory.fast_weights.linear import linear_scan
+from atlasjax.memory.fast_weights.linear_pass import linear_pass
 from atlasjax.memory.fast_weights.slots import Carry, SlotInputs, cpu_lanes, from_slots, scan_slots, to_slots
 from atlasjax.memory.fast_weights.spec import MemorySpec
 from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState
@@ -18,7 +19,7 @@ from atlasjax.memory.products import wide_dtype
 from atlasjax.memory.tokens import Tokens
 
 
-@functools.partial(jax.jit, static_argnames=("rule", "max_segments"))
+@functools.partial(jax.jit, static_argnames=("rule", "max_segments", "by_kernel"))
 def xla_scan(
     rule: MemorySpec,
     params: MemoryParams,
@@ -28,11 +29,13 @@ def xla_scan(
     *,
     lengths: jax.Array | None = None,
     soup: Soup | None = None,
+    by_kernel: bool = False,
 ) -> tuple[jax.Array, MemoryState]:
     """The recurrence over a sequence. Arguments as in `memory.scan`, already checked.
 
     lengths: [batch], number of tokens in each row, only without segment_ids. The others are not written, and their outputs are NaN.
     soup: other memories to mix with this one in every read, only for a rule without `is_linear`.
+    by_kernel: whether the memory of a rule with `is_linear` goes from block to block in a GPU kernel.
     """
     tokens = tokens._replace(gates=rule.within_horizon(tokens.gates))
     q, k, v, gates, segment_ids = tokens
@@ -73,7 +76,7 @@ def xla_scan(
         where.first,
         None if soup is None else jax.tree.map(lambda x: x.astype(wide), soup.weights),
     )
-    y, carry = _run_slots(rule, sizes, q.dtype, operands, fresh)
+    y, carry = _run_slots(rule, sizes, q.dtype, operands, fresh, by_kernel)
     y = from_slots(y, sizes, where, time)
     return y, state_after(rule, state, carry, where, tokens, lengths)
 
@@ -83,12 +86,13 @@ _Operands = tuple[MemoryParams, Carry, SlotInputs, jax.Array | None, Weights | N
 
 
 def _run_slots(
-    rule: MemorySpec, sizes: Plan, dtype: jnp.dtype, operands: _Operands, fresh: bool
+    rule: MemorySpec, sizes: Plan, dtype: jnp.dtype, operands: _Operands, fresh: bool, by_kernel: bool
 ) -> tuple[jax.Array, Carry]:
     """All slots of a call, in the form that the rule allows. Operands and `fresh` as in `slots.scan_slots`."""
     params, carry, inputs, _, _ = operands
     if rule.is_linear:
-        y, memory = linear_scan(rule, dtype, params, carry.memory, inputs[0], inputs[2])
+        run_blocks = linear_pass if by_kernel else linear_scan
+        y, memory = run_blocks(rule, dtype, params, carry.memory, inputs[0], inputs[2])
         return y, carry._replace(memory=memory, chunk_start=memory)
     run = functools.partial(scan_slots, rule, sizes, dtype, fresh=fresh)
     lanes = cpu_lanes(sizes, params)
