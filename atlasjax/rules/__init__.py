@@ -10,7 +10,7 @@ The docstrings give the recurrences of the papers. By default a rule also has bo
 # The tables list the rules in the order of these imports.
 # isort: off
 from atlasjax.rules.linear import gla, linear_attention, polysketch, retnet
-from atlasjax.rules.delta import delta_rule, longhorn, longhorn_channel, gated_delta_rule, rwkv7, rwkv7_one_key
+from atlasjax.rules.delta import delta_rule, longhorn, longhorn_channel, gated_delta_rule, kda, rwkv7, rwkv7_one_key
 from atlasjax.rules.delta import comba, gdn2, pgdn, pkda
 from atlasjax.rules.deep import memora, moneta, titans, titans_no_momentum, ttt_linear, ttt_mlp, yaad
 from atlasjax.rules.atlas import atlas, atlas_plus_plus, deep_transformer, dla, dot, omeganet, swdt, swla
@@ -32,6 +32,7 @@ __all__ = [
     "gated_delta_rule",
     "gdn2",
     "gla",
+    "kda",
     "linear_attention",
     "longhorn",
     "longhorn_channel",

@@ -50,6 +50,21 @@ def gated_delta_rule() -> MemoryRule:
     )  # fmt: skip
 
 
+@register("W_t = W̃(I − η k kᵀ) + η v kᵀ, W̃ = W_{t−1} Diag(α)")
+def kda() -> MemoryRule:
+    """W_t = W̃(I − η_t k kᵀ) + η_t v kᵀ, W̃ = W_{t−1} Diag(α_t) (Kimi Delta Attention, arXiv 2510.26692; η is its β).
+
+    The decay, one for each channel of the key, comes first: the gradient is taken at the decayed memory. fla:
+    chunk_kda(q, k, v, g, beta), with g = log α [batch, time, heads, key_dim] and queries that it scales by key_dim^{−1/2}.
+
+    With bounds by default; `rules.kda().unbounded()` is the recurrence as published.
+    """
+    return MemoryRule(
+        structures.Matrix(), objectives.L2(), optimizer=optimizers.GradientDescent(),
+        retention=retention.Channel(decay_first=True), chunk_size=1, bound=_REFLECTING,
+    )  # fmt: skip
+
+
 @register("W_t = W_{t−1}(Diag(α) − κ̂ (a ⊙ κ̂)ᵀ) + v kᵀ")
 def rwkv7() -> MemoryRule:
     """W_t = W_{t−1}(Diag(α_t) − κ̂_t (a_t ⊙ κ̂_t)ᵀ) + v kᵀ (RWKV-7 as published, Peng et al. 2025).

@@ -31,6 +31,7 @@ RULES: dict[str, MemoryRule] = {
         MATRIX, objectives.L2(), features.Powers(2), optimizers.Momentum(), retention.Channel(decay_first=True),
         window=2, chunk_size=1,
     ),
+    "kda": rules.kda(),
     "rwkv7": rules.rwkv7(),
     "rwkv7_one_key": rules.rwkv7_one_key(),
     "gdn2": rules.gdn2(),

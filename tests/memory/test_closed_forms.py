@@ -63,6 +63,11 @@ def gated_delta_rule(W, x, past):
     return x.retention * W @ (np.eye(KEY) - x.step_size * np.outer(x.k, x.k)) + x.step_size * np.outer(x.v, x.k)
 
 
+def kda(W, x, past):
+    decayed = W @ np.diag(x.retention)
+    return decayed + x.step_size * np.outer(x.v - decayed @ x.k, x.k)
+
+
 def rwkv7(W, x, past):
     transition = np.diag(x.retention) - np.outer(x.removal_key, x.removal * x.removal_key)
     return W @ transition + np.outer(x.v, x.k)
@@ -119,6 +124,7 @@ ROWS = {
     "longhorn": (rules.longhorn(), longhorn),
     "longhorn_channel": (rules.longhorn_channel(), longhorn_channel),
     "gated_delta_rule": (rules.gated_delta_rule(), gated_delta_rule),
+    "kda": (rules.kda(), kda),
     "rwkv7": (rules.rwkv7(), rwkv7),
     "rwkv7_one_key": (rules.rwkv7_one_key(), rwkv7_one_key),
     "gdn2": (rules.gdn2().unbounded(), gdn2),

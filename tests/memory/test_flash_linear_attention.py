@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from atlasjax import memory, rules
-from atlasjax.memory import objectives, optimizers, retention, structures
+from atlasjax.memory import structures
 from atlasjax.memory.fast_weights.rule import MemoryRule
 from tests.marks import some_slow
 
@@ -97,7 +97,6 @@ def momentum(q, k, v, alpha, beta, theta):
 
 
 ones = lambda x: jnp.ones(x.shape[:3])
-matrix = functools.partial(MemoryRule, structures.Matrix(), objectives.L2(), optimizer=optimizers.GradientDescent())
 gamma = 1.0 - 2.0 ** (-5.0 - np.arange(HEADS))
 
 CASES = {
@@ -147,7 +146,7 @@ CASES = {
         given=("alpha", "beta"),
     ),
     "Kimi's delta rule": Case(
-        matrix(retention=retention.Channel(decay_first=True), chunk_size=1),
+        rules.kda(),
         lambda q, alphas, beta: memory.Gates(retention=alphas, step_size=beta),
         lambda q, k, v, alphas, beta: fla("kda").naive_recurrent_kda(q, k, v, alphas.log(), beta)[0],
         given=("alphas", "beta"),
