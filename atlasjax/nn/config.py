@@ -17,7 +17,7 @@ from atlasjax.names import name_of, options_text, resolve
 from atlasjax.nn.attention_config import AttentionConfig, AttentionSizes
 from atlasjax.nn.caching_config import CachingConfig
 from atlasjax.nn.memory_config import MemoryConfig
-from atlasjax.nn.recurrent_config import GatedDeltaNetConfig, HeadNormConfig, RWKV7Config, SSMConfig
+from atlasjax.nn.recurrent_config import GatedDeltaNetConfig, HeadNormConfig, KDAConfig, RWKV7Config, SSMConfig
 
 __all__ = [
     "AttentionConfig",
@@ -30,6 +30,7 @@ __all__ = [
     "GatedDeltaNetConfig",
     "HeadNormConfig",
     "InfiniConfig",
+    "KDAConfig",
     "MelodiConfig",
     "MemorizingConfig",
     "MemoryConfig",
@@ -59,6 +60,7 @@ MIXER_NAMES = {
     "gla": "atlasjax.nn.baselines.gla:GLAMixer",
     "deltanet": "atlasjax.nn.baselines.deltanet:DeltaNetMixer",
     "gated_deltanet": "atlasjax.nn.baselines.gated_deltanet:GatedDeltaNetMixer",
+    "kda": "atlasjax.nn.baselines.kda:KDAMixer",
     "rwkv7": "atlasjax.nn.baselines.rwkv7:RWKV7Mixer",
     "longhorn": "atlasjax.nn.baselines.longhorn:LonghornMixer",
     "log_linear": "atlasjax.nn.baselines.log_linear:LogLinearMixer",
@@ -161,12 +163,12 @@ class ModelConfig:
         pattern of mixers.
       memory: the memory of the mixers that have one ("memory", "mac", "mag", "mal").
       caching: Memory Caching around the recurrence of the mixers whose state is a matrix ("retnet", "gla", "deltanet",
-        "gated_deltanet", "rwkv7", "mamba2"). None: no Memory Caching. That of the mixers with a memory is `memory.caching`.
+        "gated_deltanet", "kda", "gdn2", "rwkv7", "mamba2"). None: none. That of the mixers with a memory is `memory.caching`.
       branch: a second mixer in every layer, beside the first one. None: none.
       attention: the attention of the mixers that have it.
       ssm: sizes of the state space models.
       head_norm: the norm of the heads' outputs in the recurrent mixers with heads.
-      gated_deltanet, rwkv7: the mixer of that name.
+      gated_deltanet, rwkv7: the mixer of that name. kda: "kda" and "gdn2".
       block_attention, elastic, memorizing, infini, melodi, block_recurrence, gam: config of the mixer of that name.
       norm: norm of the residual stream: "rms"; "rms_plus_one", with 1 + scale in place of the scale; or "layer", with a bias. Norms
         inside mixers follow their papers.
@@ -206,6 +208,7 @@ class ModelConfig:
     ssm: SSMConfig = SSMConfig()
     head_norm: HeadNormConfig = HeadNormConfig()
     gated_deltanet: GatedDeltaNetConfig = GatedDeltaNetConfig()
+    kda: KDAConfig = KDAConfig()
     rwkv7: RWKV7Config = RWKV7Config()
     block_attention: BlockAttentionConfig = BlockAttentionConfig()
     elastic: ElasticConfig = ElasticConfig()

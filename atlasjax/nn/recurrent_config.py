@@ -76,6 +76,33 @@ class GatedDeltaNetConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class KDAConfig:
+    """Kimi Delta Attention and Gated DeltaNet-2 (mixers "kda" and "gdn2").
+
+    Attributes:
+      value_heads, negative_eigenvalues: as in `GatedDeltaNetConfig`. In Gated DeltaNet-2 it is the erase gate that is doubled.
+      lower_bound: of the logarithm of the decay, < 0: the bounded gate, −5 in Ling 3.0 and GLM-5.3. None: the plain gate.
+      rank: of the products that give the decay and the output gate, ≥ 0. 0: full matrices, as in Ling 3.0. None: value_dim.
+      gate_bias: whether the output gate has a bias, as in flash-linear-attention.
+
+    Raises:
+      ValueError: a field is out of range.
+    """
+
+    value_heads: int | None = None
+    negative_eigenvalues: bool = False
+    lower_bound: float | None = None
+    rank: int | None = None
+    gate_bias: bool = False
+
+    def __post_init__(self) -> None:
+        check.integers(self, {"value_heads": 1, "rank": 0}, ("value_heads", "rank"))
+        check.number("KDAConfig", "lower_bound", self.lower_bound, below=0, optional=True)
+        for name in ("negative_eigenvalues", "gate_bias"):
+            check.boolean("KDAConfig", name, getattr(self, name))
+
+
+@dataclasses.dataclass(frozen=True)
 class RWKV7Config:
     """RWKV-7's time mixing (mixer "rwkv7").
 

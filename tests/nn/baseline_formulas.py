@@ -5,7 +5,7 @@ Slow and obvious. `p` is the nested dictionary of the mixer's parameters, float6
 
 import numpy as np
 
-from atlasjax.nn import GatedDeltaNetConfig, HeadNormConfig, SSMConfig
+from atlasjax.nn import GatedDeltaNetConfig, HeadNormConfig, KDAConfig, SSMConfig
 
 
 def sigmoid(x):
@@ -113,6 +113,35 @@ def gated_deltanet(p, x, config):
     alpha = np.exp(-np.exp(p["A_log"]) * softplus(a + p["dt_bias"]))
     start = np.zeros((v.shape[-1], k.shape[-1]))
     return gated_output(p, run(delta_step, start, unit(q), unit(k), v, alpha, sigmoid(beta)), config, z)
+
+
+def low_rank(p, x):
+    return linear(p["up"], linear(p["down"], x) if "down" in p else x) + p["up"].get("bias", 0.0)
+
+
+def kda_inputs(p, x, config):
+    """q and k of heads of keys, v of heads of values, the logits of further gates, and α of the heads that have one."""
+    dk, heads = config.resolved_head_dim, config.kda.value_heads or config.num_heads
+    convolved = 2 * dk + heads // config.num_heads * config.value_dim
+    inputs = linear(p["inputs"]["linear"], x)
+    q, k, v = np.split(silu(conv(p["inputs"]["conv"], inputs[..., :convolved])), [dk, 2 * dk], axis=-1)
+    logits = low_rank(p["decay"]["logits"], x) + p["decay"]["dt_bias"]
+    rate, bound = np.exp(p["decay"]["A_log"])[:, None], config.kda.lower_bound
+    alpha = np.exp(-rate * softplus(logits) if bound is None else bound * sigmoid(rate * logits))
+    return unit(q), unit(k), v.reshape(len(x), heads, -1), inputs[..., convolved:], alpha
+
+
+def kda_output(p, y, x, config):
+    y = rms(y, config.norm_eps) * p["norm"]["scale"] * sigmoid(low_rank(p["gate"], x))
+    return linear(p["out"], y.reshape(len(y), -1))
+
+
+def kda(p, x, config):
+    q, k, v, _, alpha = kda_inputs(p, x, config)
+    q, k = (np.repeat(a, v.shape[1] // config.num_heads, 1) for a in (q, k))
+    beta = (2 if config.kda.negative_eigenvalues else 1) * sigmoid(linear(p["beta"], x))
+    start = np.zeros((v.shape[-1], k.shape[-1]))
+    return kda_output(p, run(delta_step, start, q, k, v, alpha, beta), x, config)
 
 
 def mamba_block(p, x, config, recur):
@@ -252,6 +281,7 @@ FORMULAS = {
     "gla": gla,
     "deltanet": deltanet,
     "gated_deltanet": gated_deltanet,
+    "kda": kda,
     "rwkv7": rwkv7,
     "longhorn": longhorn,
     "log_linear": log_linear,
@@ -266,5 +296,9 @@ FORMS = {
     "deltanet, one norm": ("deltanet", {"head_norm": HeadNormConfig(shared=True)}),
     "gated_deltanet, one norm": ("gated_deltanet", {"head_norm": HeadNormConfig(shared=True, eps=0.3)}),
     "gated_deltanet, three heads of values": ("gated_deltanet", {"gated_deltanet": GatedDeltaNetConfig(value_heads=6)}),
+    "kda, bounded, full matrices, three heads of values": (
+        "kda",
+        {"kda": KDAConfig(value_heads=6, negative_eigenvalues=True, lower_bound=-5.0, rank=0, gate_bias=True)},
+    ),
     "gla, one norm": ("gla", {"head_norm": HeadNormConfig(shared=True, eps=0.3)}),
 }

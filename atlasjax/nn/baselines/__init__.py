@@ -5,6 +5,7 @@ from atlasjax.nn.baselines.deltanet import DeltaNetMixer
 from atlasjax.nn.baselines.gated_deltanet import GatedDeltaNetMixer
 from atlasjax.nn.baselines.gla import GLAMixer
 from atlasjax.nn.baselines.infini import InfiniMixer
+from atlasjax.nn.baselines.kda import KDAMixer
 from atlasjax.nn.baselines.log_linear import LogLinearMamba2Mixer, LogLinearMixer, LogLinearPlusPlusMixer
 from atlasjax.nn.baselines.longhorn import LonghornMixer
 from atlasjax.nn.baselines.mamba import MambaMixer
@@ -20,6 +21,7 @@ __all__ = [
     "GLAMixer",
     "GatedDeltaNetMixer",
     "InfiniMixer",
+    "KDAMixer",
     "LogLinearMamba2Mixer",
     "LogLinearMixer",
     "LogLinearPlusPlusMixer",
