@@ -61,6 +61,7 @@ MIXER_NAMES = {
     "deltanet": "atlasjax.nn.baselines.deltanet:DeltaNetMixer",
     "gated_deltanet": "atlasjax.nn.baselines.gated_deltanet:GatedDeltaNetMixer",
     "kda": "atlasjax.nn.baselines.kda:KDAMixer",
+    "gdn2": "atlasjax.nn.baselines.gdn2:GDN2Mixer",
     "rwkv7": "atlasjax.nn.baselines.rwkv7:RWKV7Mixer",
     "longhorn": "atlasjax.nn.baselines.longhorn:LonghornMixer",
     "log_linear": "atlasjax.nn.baselines.log_linear:LogLinearMixer",

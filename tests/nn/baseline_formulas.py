@@ -144,6 +144,22 @@ def kda(p, x, config):
     return kda_output(p, run(delta_step, start, q, k, v, alpha, beta), x, config)
 
 
+def gdn2(p, x, config):
+    q, k, v, logits, alpha = kda_inputs(p, x, config)
+    more = v.shape[1] // config.num_heads
+    b, w = np.split(sigmoid(logits), [k.shape[-1]], axis=-1)
+    read = (2 if config.kda.negative_eigenvalues else 1) * b * k
+    q, k, read, alpha = (np.repeat(a, more, 1) for a in (q, k, read, alpha))
+
+    def step(S, q, k, read, v, alpha):
+        S = S @ np.diag(alpha)
+        S = S + np.outer(v - S @ read, k)
+        return S, S @ q
+
+    start = np.zeros((v.shape[-1], k.shape[-1]))
+    return kda_output(p, run(step, start, q, k, read, w.reshape(v.shape) * v, alpha), x, config)
+
+
 def mamba_block(p, x, config, recur):
     u, z = np.moveaxis(linear(p["inputs"], x), 1, 0)
     u = silu(conv(p["conv"], u) + p["conv_bias"])
@@ -282,6 +298,7 @@ FORMULAS = {
     "deltanet": deltanet,
     "gated_deltanet": gated_deltanet,
     "kda": kda,
+    "gdn2": gdn2,
     "rwkv7": rwkv7,
     "longhorn": longhorn,
     "log_linear": log_linear,
@@ -300,5 +317,6 @@ FORMS = {
         "kda",
         {"kda": KDAConfig(value_heads=6, negative_eigenvalues=True, lower_bound=-5.0, rank=0, gate_bias=True)},
     ),
+    "gdn2, three heads of values": ("gdn2", {"kda": KDAConfig(value_heads=6, negative_eigenvalues=True)}),
     "gla, one norm": ("gla", {"head_norm": HeadNormConfig(shared=True, eps=0.3)}),
 }

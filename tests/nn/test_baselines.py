@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from atlasjax.memory.fast_weights import kernels, linear_kernels
-from atlasjax.nn import ModelConfig, SSMConfig, logical_axes
+from atlasjax.nn import KDAConfig, ModelConfig, SSMConfig, logical_axes
 from atlasjax.nn.mixers import MIXERS
 from atlasjax.train.optimizer import decay_mask
 from tests.marks import some_slow
@@ -151,14 +151,15 @@ def test_long_random_input_in_bfloat16(name):
     assert np.asarray(y[:, -TIME:], np.float32).std() < 20 * expected.std()
 
 
-def parameters(name, dim=64):
-    return nnx.to_pure_dict(initial(name, ModelConfig(dim=dim, num_heads=4, ssm=SSMConfig(state_dim=3, head_dim=2))))
+def parameters(name, dim=64, **changes):
+    config = ModelConfig(dim=dim, num_heads=4, ssm=SSMConfig(state_dim=3, head_dim=2), **changes)
+    return nnx.to_pure_dict(initial(name, config))
 
 
 def test_initial_values_are_the_published_ones():
     mamba, mamba2, delta = parameters("mamba"), parameters("mamba2"), parameters("gated_deltanet")
     np.testing.assert_allclose(np.exp(mamba["A_log"]), np.tile([1.0, 2.0, 3.0], (128, 1)), rtol=1e-6)
-    for bias in (mamba["step_bias"], mamba2["dt_bias"], delta["dt_bias"]):
+    for bias in (mamba["step_bias"], mamba2["dt_bias"], delta["dt_bias"], parameters("gdn2")["decay"]["dt_bias"]):
         step = np.log1p(np.exp(bias))
         assert np.all((step > 0.9e-3) & (step < 0.11))
     spread = np.sort(np.log(np.log1p(np.exp(mamba["step_bias"]))))
@@ -166,6 +167,11 @@ def test_initial_values_are_the_published_ones():
     assert np.all((np.exp(mamba2["A_log"]) >= 1) & (np.exp(mamba2["A_log"]) <= 16))
     assert np.exp(mamba2["A_log"]).std() > 2
     assert np.all((np.exp(delta["A_log"]) > 0) & (np.exp(delta["A_log"]) <= 16))
+    kda, bounded = parameters("kda")["decay"], parameters("kda", kda=KDAConfig(lower_bound=-5.0))["decay"]
+    assert np.all((np.exp(kda["A_log"]) >= 1) & (np.exp(kda["A_log"]) <= 16))
+    assert not bounded["A_log"].any()
+    assert np.array_equal(kda["dt_bias"].shape, (4, 16))  # of each channel, and those of a head differ
+    assert np.log1p(np.exp(kda["dt_bias"])).std(axis=1).min() > 0.01
     assert np.all(parameters("longhorn")["step_bias"] == 0)  # β = 1/2
     rwkv = parameters("rwkv7")
     assert np.exp(-np.exp(-0.5) / (1 + np.exp(-rwkv["w"]["bias"]))).max() > 0.995  # some channels remember for long
@@ -187,6 +193,8 @@ def test_refuses_sizes_that_do_not_fit():
         MIXERS["mamba2"](ModelConfig(dim=12, num_heads=2, ssm=SSMConfig(head_dim=7)), rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"mixer 'mamba2': ssm.groups=4 must divide the 6 heads"):
         MIXERS["mamba2"](ModelConfig(dim=12, num_heads=2, ssm=SSMConfig(head_dim=4, groups=4)), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"KDAConfig: value_heads=5 must be a multiple of num_heads=2"):
+        MIXERS["gdn2"](ModelConfig(dim=12, num_heads=2, kda=KDAConfig(value_heads=5)), rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="mixer 'retnet': head_dim=3 must be even"):
         MIXERS["retnet"](ModelConfig(dim=12, num_heads=4), rngs=nnx.Rngs(0))
 
@@ -200,12 +208,14 @@ def test_weight_decay_leaves_rates_and_steps_alone():
             )
             if yes
         }
-        for name in ("mamba", "mamba2", "rwkv7")
+        for name in ("mamba", "mamba2", "rwkv7", "kda")
     }
     kernels = lambda *names: {f"['{name}']['kernel'].value" for name in names}
     assert decayed["mamba"] == kernels("inputs", "selection", "step", "out")
     assert decayed["mamba2"] == kernels("inputs", "selection", "step", "out")
     assert decayed["rwkv7"] == kernels("r", "k", "v", "out")
+    products = ("decay']['logits']['down", "decay']['logits']['up", "gate']['down", "gate']['up")
+    assert decayed["kda"] == kernels("inputs']['linear", "beta", *products, "out")
 
 
 @pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.slow), True])

@@ -28,6 +28,8 @@ CASES = {
     "gla residual": ("gla", CachingConfig.added("residual", SIZE)),
     "retnet soup": ("retnet", CachingConfig.added("soup", SIZE)),
     "deltanet query": ("deltanet", dataclasses.replace(CachingConfig.added("grm", SIZE), connector="query")),
+    "kda soup": ("kda", CachingConfig.added("soup", SIZE)),
+    "gdn2 residual": ("gdn2", CachingConfig.added("residual", SIZE)),
     "rwkv7 grm": ("rwkv7", CachingConfig.added("grm", SIZE)),
 }
 

@@ -17,6 +17,7 @@ from atlasjax.nn import (
     BranchConfig,
     CachingConfig,
     GatedDeltaNetConfig,
+    KDAConfig,
     MemoryConfig,
     ModelConfig,
     RWKV7Config,
@@ -48,6 +49,8 @@ CACHING = CachingConfig(segment_size=4)
 MODELS = {
     "hybrid": HYBRID,
     "gated_deltanet": model(gated_deltanet=GatedDeltaNetConfig(value_heads=4, negative_eigenvalues=True)),
+    "kda": model(mixer="kda", kda=KDAConfig(value_heads=4, lower_bound=-5.0)),
+    "gdn2": model(mixer="gdn2", kda=KDAConfig(value_heads=4, negative_eigenvalues=True)),
     "gla": model(mixer="gla"),
     "retnet": model(mixer="retnet"),
     "deltanet": model(mixer="deltanet"),
@@ -210,6 +213,8 @@ def test_every_other_mixer_of_the_tests_above_is_divided():
         "gla",
         "deltanet",
         "gated_deltanet",
+        "kda",
+        "gdn2",
         "rwkv7",
     }
     assert divided < set(MIXERS)

@@ -3,6 +3,7 @@
 from atlasjax.nn.baselines.block_recurrence import BlockRecurrenceMixer
 from atlasjax.nn.baselines.deltanet import DeltaNetMixer
 from atlasjax.nn.baselines.gated_deltanet import GatedDeltaNetMixer
+from atlasjax.nn.baselines.gdn2 import GDN2Mixer
 from atlasjax.nn.baselines.gla import GLAMixer
 from atlasjax.nn.baselines.infini import InfiniMixer
 from atlasjax.nn.baselines.kda import KDAMixer
@@ -18,6 +19,7 @@ from atlasjax.nn.baselines.rwkv7 import RWKV7Mixer
 __all__ = [
     "BlockRecurrenceMixer",
     "DeltaNetMixer",
+    "GDN2Mixer",
     "GLAMixer",
     "GatedDeltaNetMixer",
     "InfiniMixer",

@@ -78,23 +78,14 @@ class ChannelDecayMixer(HeadsMixer):
     Args:
       config: as for `HeadsMixer`, conv_width, and kda.
       rule: the memory rule, without Memory Caching.
-      decay_heads: number of heads with a decay of their own. None: every head of values has one.
-      writes: sizes of further inputs of one head of keys, see `write`.
+      by_key: whether a decay is that of a head of keys, with logits of gates for each channel of k and v (`more` of `write`).
       rngs: source of the initial values.
 
     Raises:
       ValueError: num_heads does not divide the number of heads of values.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        rule: memory.MemoryRule,
-        *,
-        decay_heads: int | None = None,
-        writes: tuple[int, ...] = (),
-        rngs: nnx.Rngs,
-    ):
+    def __init__(self, config: ModelConfig, rule: memory.MemoryRule, *, by_key: bool = False, rngs: nnx.Rngs):
         key_heads, value_heads = config.num_heads, config.kda.value_heads or config.num_heads
         if value_heads % key_heads:
             raise ValueError(f"KDAConfig: value_heads={value_heads} must be a multiple of num_heads={key_heads}.")
@@ -102,9 +93,9 @@ class ChannelDecayMixer(HeadsMixer):
         self.largest_step = 2.0 if config.kda.negative_eigenvalues else 1.0
         rank = self.value_dim if config.kda.rank is None else config.kda.rank
         values = value_heads // key_heads * self.value_dim  # of one head of keys
-        sizes = (self.key_dim, self.key_dim, values, *writes)
+        sizes = (self.key_dim, self.key_dim, values) + ((self.key_dim, values) if by_key else ())
         self.inputs = HeadProjections(config.dim, key_heads, sizes, config.conv_width, rngs=rngs)
-        decays = decay_heads or value_heads, self.key_dim
+        decays = key_heads if by_key else value_heads, self.key_dim
         self.decay = ChannelDecay(config.dim, rank, decays, config.kda.lower_bound, rngs=rngs)
         outputs = value_heads, self.value_dim
         self.gate = LowRankLinear(config.dim, rank, outputs, bias=config.kda.gate_bias, rngs=rngs)
@@ -116,7 +107,7 @@ class ChannelDecayMixer(HeadsMixer):
           x: the layer input.
           k: keys [batch, time, key heads, key_dim], of unit length.
           v: values [batch, time, value heads, value_dim].
-          more: the further inputs, [batch, time, key heads, size] each.
+          more: the logits of further gates, [batch, time, key heads, …] each, in x's dtype.
         """
         raise NotImplementedError
 
