@@ -34,7 +34,7 @@ class SSMConfig:
 
 @dataclasses.dataclass(frozen=True)
 class HeadNormConfig:
-    """The norm of the heads' outputs in the recurrent mixers with heads: RetNet, GLA, DeltaNet and Gated DeltaNet.
+    """The norm of the heads' outputs in the recurrent mixers with heads: RetNet, GLA and those with a delta rule.
 
     Attributes:
       shared: whether all heads have the same scale [value_dim], as in flash-linear-attention, instead of one for each head.

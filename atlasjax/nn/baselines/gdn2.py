@@ -34,6 +34,6 @@ class GDN2Mixer(ChannelDecayMixer):
 
     def write(self, x, k, v, more):
         erase, write = (jax.nn.sigmoid(logits.astype(jnp.float32)) for logits in more)
-        v = (v * write.reshape(v.shape)).astype(x.dtype)
-        removal_key = self.for_values(self.largest_step * erase * k)
-        return v, memory.Gates(removal_key=removal_key, step_size=jnp.ones(v.shape[:3], jnp.float32))
+        removal_key = self.for_values(self.largest_step * erase * k.astype(jnp.float32))
+        gates = memory.Gates(removal_key=removal_key, step_size=jnp.ones(v.shape[:3], jnp.float32))
+        return v * write.reshape(v.shape).astype(v.dtype), gates
