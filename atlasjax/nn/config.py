@@ -17,7 +17,14 @@ from atlasjax.names import name_of, options_text, resolve
 from atlasjax.nn.attention_config import AttentionConfig, AttentionSizes
 from atlasjax.nn.caching_config import CachingConfig
 from atlasjax.nn.memory_config import MemoryConfig
-from atlasjax.nn.recurrent_config import GatedDeltaNetConfig, HeadNormConfig, KDAConfig, RWKV7Config, SSMConfig
+from atlasjax.nn.recurrent_config import (
+    GatedDeltaNetConfig,
+    HeadNormConfig,
+    KDAConfig,
+    Mamba3Config,
+    RWKV7Config,
+    SSMConfig,
+)
 
 __all__ = [
     "AttentionConfig",
@@ -31,6 +38,7 @@ __all__ = [
     "HeadNormConfig",
     "InfiniConfig",
     "KDAConfig",
+    "Mamba3Config",
     "MelodiConfig",
     "MemorizingConfig",
     "MemoryConfig",
@@ -56,6 +64,7 @@ MIXER_NAMES = {
     "block_recurrence": "atlasjax.nn.baselines.block_recurrence:BlockRecurrenceMixer",
     "mamba": "atlasjax.nn.baselines.mamba:MambaMixer",
     "mamba2": "atlasjax.nn.baselines.mamba2:Mamba2Mixer",
+    "mamba3": "atlasjax.nn.baselines.mamba3:Mamba3Mixer",
     "retnet": "atlasjax.nn.baselines.retnet:RetNetMixer",
     "gla": "atlasjax.nn.baselines.gla:GLAMixer",
     "deltanet": "atlasjax.nn.baselines.deltanet:DeltaNetMixer",
@@ -163,13 +172,13 @@ class ModelConfig:
         "bare", f(x), without norm and residual, which requires ffn="none". A tuple of the first two is one for each layer of the
         pattern of mixers.
       memory: the memory of the mixers that have one ("memory", "mac", "mag", "mal").
-      caching: Memory Caching around the recurrence of the mixers whose state is a matrix ("retnet", "gla", "deltanet",
-        "gated_deltanet", "kda", "gdn2", "rwkv7", "mamba2"). None: none. That of the mixers with a memory is `memory.caching`.
+      caching: Memory Caching around the recurrence of the mixers whose state is a matrix, such as "retnet" and "kda" (`takes_caching`).
+        None: none. That of the mixers with a memory is `memory.caching`.
       branch: a second mixer in every layer, beside the first one. None: none.
       attention: the attention of the mixers that have it.
       ssm: sizes of the state space models.
       head_norm: the norm of the heads' outputs in the recurrent mixers with heads.
-      gated_deltanet, rwkv7: the mixer of that name. kda: "kda" and "gdn2".
+      gated_deltanet, kda, mamba3, rwkv7: the mixer of that name, and others that say so.
       block_attention, elastic, memorizing, infini, melodi, block_recurrence, gam: config of the mixer of that name.
       norm: norm of the residual stream: "rms"; "rms_plus_one", with 1 + scale in place of the scale; or "layer", with a bias. Norms
         inside mixers follow their papers.
@@ -207,6 +216,7 @@ class ModelConfig:
     branch: BranchConfig | None = None
     attention: AttentionConfig = AttentionConfig()
     ssm: SSMConfig = SSMConfig()
+    mamba3: Mamba3Config = Mamba3Config()
     head_norm: HeadNormConfig = HeadNormConfig()
     gated_deltanet: GatedDeltaNetConfig = GatedDeltaNetConfig()
     kda: KDAConfig = KDAConfig()

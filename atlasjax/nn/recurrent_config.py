@@ -7,15 +7,15 @@ from atlasjax import check
 
 @dataclasses.dataclass(frozen=True)
 class SSMConfig:
-    """State space models: Mamba, Mamba-2 and Longhorn.
+    """State space models: Mamba, Mamba-2, Mamba-3 and Longhorn.
 
     Attributes:
       state_dim: state size per channel.
       expand: ratio of the inner width to the width of the residual stream.
-      head_dim: channels per head (Mamba-2). Must divide the inner width.
+      head_dim: channels per head (Mamba-2, Mamba-3). Must divide the inner width.
       dt_rank: rank of the step-size projection (Mamba, Longhorn). None: dim / 16, rounded up.
-      groups: number of groups of heads, each with its own B and C and its own mean square in the norm (Mamba-2). Must divide the
-        number of heads.
+      groups: number of groups of heads, each with its own B and C (Mamba-2, Mamba-3) and its own mean square in the norm
+        (Mamba-2). Must divide the number of heads.
 
     Raises:
       ValueError: a field is less than one.
@@ -30,6 +30,29 @@ class SSMConfig:
     def __post_init__(self) -> None:
         sizes = ("state_dim", "expand", "head_dim", "dt_rank", "groups")
         check.integers(self, dict.fromkeys(sizes, 1), ("dt_rank",))
+
+
+@dataclasses.dataclass(frozen=True)
+class Mamba3Config:
+    """Mamba-3 (mixer "mamba3"), with the sizes of `SSMConfig`.
+
+    Attributes:
+      rank: R, the number of keys, values and queries of a token in each head. 1 is the SISO form; the MIMO form as published has 4.
+      rope_fraction: part of the channels of B and C that are rotated, 0.5 or 1.
+      output_norm: whether each head's output is normalized before its gate.
+
+    Raises:
+      ValueError: a field is out of range.
+    """
+
+    rank: int = 1
+    rope_fraction: float = 0.5
+    output_norm: bool = False
+
+    def __post_init__(self) -> None:
+        check.integers(self, {"rank": 1})
+        check.choice("Mamba3Config", "rope_fraction", self.rope_fraction, (0.5, 1.0))
+        check.boolean("Mamba3Config", "output_norm", self.output_norm)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -115,7 +115,7 @@ def _fields(changes: dict[str, Any], size_name: str, architecture: str | None = 
     if mixers & {"swa", "mac", "mag", "mal"}:
         persistent = 0 if "swa" in mixers else 4 if size_name == "tiny" else 16
         changes["attention"] = dataclasses.replace(size.attention, persistent_tokens=persistent)
-    if mixers & {"mamba2", "log_linear_mamba2"}:
+    if mixers & {"mamba2", "mamba3", "log_linear_mamba2"}:
         changes["ssm"] = SSMConfig(state_dim=_STATES.get((architecture or "", size_name), size.mamba2_state))
     if changes.get("positions") == "learned":
         changes["max_positions"] = size.max_positions

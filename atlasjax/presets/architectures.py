@@ -3,7 +3,15 @@
 from typing import Any
 
 from atlasjax import rules
-from atlasjax.nn.config import MIXER_NAMES, AttentionConfig, GAMConfig, GatedDeltaNetConfig, HeadNormConfig, SSMConfig
+from atlasjax.nn.config import (
+    MIXER_NAMES,
+    AttentionConfig,
+    GAMConfig,
+    GatedDeltaNetConfig,
+    HeadNormConfig,
+    Mamba3Config,
+    SSMConfig,
+)
 
 
 def pattern(mixer: str | tuple[str, ...]) -> tuple[str, ...]:
@@ -36,6 +44,8 @@ BASELINES: dict[str, dict[str, Any]] = {
     "gated-deltanet-h2": {"mixer": ("mamba2", "gated_deltanet", "swa")},
     "mamba": {"mixer": "mamba", "ffn": "none"},
     "mamba2": {"mixer": "mamba2", "ffn": "none"},
+    "mamba3": {"mixer": "mamba3"},
+    "mamba3-mimo": {"mixer": "mamba3", "mamba3": Mamba3Config(rank=4)},
     "samba": {"mixer": ("mamba", "swa")},
     "rwkv7": {"mixer": "rwkv7"},
     "longhorn": {"mixer": "longhorn", "ffn": "none"},

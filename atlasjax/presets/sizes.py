@@ -47,7 +47,7 @@ class Size:
       width_step: the width of the feed-forward network is a multiple of this.
       attention: the attention of architectures that have it.
       memory: overrides for the rules that accept them.
-      mamba2_state: published state size of Mamba-2.
+      mamba2_state: published state size of Mamba-2 and Mamba-3.
       cached_segment: number of tokens in a segment of Memory Caching (MC: 256).
       truncation: rule → `MemoryConfig.truncation`. A cached memory begins anew in each segment and needs none.
       max_positions: number of positions in models with learned positions.

@@ -9,14 +9,14 @@ The docstrings give the recurrences of the papers. By default a rule also has bo
 
 # The tables list the rules in the order of these imports.
 # isort: off
-from atlasjax.rules.linear import gla, linear_attention, polysketch, retnet
+from atlasjax.rules.linear import gla, linear_attention, polysketch, retnet, mamba3
 from atlasjax.rules.delta import delta_rule, longhorn, longhorn_channel, gated_delta_rule, kda, rwkv7, rwkv7_one_key
 from atlasjax.rules.delta import comba, gdn2, pgdn, pkda
 from atlasjax.rules.deep import memora, moneta, titans, titans_no_momentum, ttt_linear, ttt_mlp, yaad
 from atlasjax.rules.atlas import atlas, atlas_plus_plus, deep_transformer, dla, dot, omeganet, swdt, swla
+from atlasjax.rules.registry import REGISTRY, WRITES, Rule, register
 
 # isort: on
-from atlasjax.rules.registry import REGISTRY, WRITES, Rule, register
 
 __all__ = [
     "REGISTRY",
@@ -36,6 +36,7 @@ __all__ = [
     "linear_attention",
     "longhorn",
     "longhorn_channel",
+    "mamba3",
     "memora",
     "moneta",
     "omeganet",
@@ -53,4 +54,4 @@ __all__ = [
     "ttt_linear",
     "ttt_mlp",
     "yaad",
-]  # fmt: skip
+]

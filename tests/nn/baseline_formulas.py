@@ -6,6 +6,7 @@ Slow and obvious. `p` is the nested dictionary of the mixer's parameters, float6
 import numpy as np
 
 from atlasjax.nn import GatedDeltaNetConfig, HeadNormConfig, KDAConfig, SSMConfig
+from tests.nn import mamba3_formula
 
 
 def sigmoid(x):
@@ -304,6 +305,7 @@ FORMULAS = {
     "log_linear": log_linear,
     "log_linear_plus_plus": log_linear_plus_plus,
     "log_linear_mamba2": log_linear_mamba2,
+    **mamba3_formula.FORMULAS,
 }
 # Forms of a mixer that public weights have: the mixer, and what its config changes. One with the mixer's own name is for all of its
 # tests: sizes so small that 14 tokens are several blocks.
@@ -319,4 +321,5 @@ FORMS = {
     ),
     "gdn2, three heads of values": ("gdn2", {"kda": KDAConfig(value_heads=6, negative_eigenvalues=True)}),
     "gla, one norm": ("gla", {"head_norm": HeadNormConfig(shared=True, eps=0.3)}),
+    **mamba3_formula.FORMS,
 }

@@ -11,6 +11,7 @@ from atlasjax.nn.baselines.log_linear import LogLinearMamba2Mixer, LogLinearMixe
 from atlasjax.nn.baselines.longhorn import LonghornMixer
 from atlasjax.nn.baselines.mamba import MambaMixer
 from atlasjax.nn.baselines.mamba2 import Mamba2Mixer
+from atlasjax.nn.baselines.mamba3 import Mamba3Mixer
 from atlasjax.nn.baselines.melodi import MelodiMixer
 from atlasjax.nn.baselines.memorizing import MemorizingMixer
 from atlasjax.nn.baselines.retnet import RetNetMixer
@@ -29,6 +30,7 @@ __all__ = [
     "LogLinearPlusPlusMixer",
     "LonghornMixer",
     "Mamba2Mixer",
+    "Mamba3Mixer",
     "MambaMixer",
     "MelodiMixer",
     "MemorizingMixer",
