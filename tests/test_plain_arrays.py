@@ -24,6 +24,7 @@ from atlasjax.mixers import (
     log_linear,
     mamba,
     mamba2,
+    mamba3,
     melodi,
     memorizing,
     rotary,
@@ -116,6 +117,13 @@ def mixer_calls():
     ssd = {"x": X, "delta": floats(B, T, H), "A": -floats(H), **groups, "D": floats(H)}
     yield "mamba2", mamba2.ssd, {}, ssd | {"state": mamba2.init_state(B, H, D, N)}
     yield "mamba2.reference", mamba2.reference, {}, ssd
+    ranked = {"x": floats(B, T, 2, H, D), "B": floats(B, T, 2, H, N), "C": floats(B, T, 2, H, N)}
+    trapezoids = ranked | {name: floats(B, T, H) for name in ("delta", "A", "blend")} | {"D": floats(H)}
+    yield "mamba3", mamba3.trapezoidal_scan, {}, trapezoids | {"state": mamba3.init_state(B, H, D, N, 2)}
+    yield "mamba3.reference", mamba3.reference, {}, trapezoids
+    turning = {"rate": floats(B, T, 1), "delta": floats(B, T, H), "start": floats(B, H, 1), "segment_ids": IDS}
+    yield "mamba3.rotations", mamba3.rotations, {}, turning
+    yield "mamba3.rotate", mamba3.rotate, {}, {"x": ranked["B"], "turns": floats(B, T, H, 1)}
     weights, state = floats(B, T, H, levels.num_levels(T)), log_linear.init_state(B, H, D, D, 16)
     yield "log_linear", log_linear.attention, {}, tokens | {"weights": weights, "retention": floats(B, T, H)}
     stream = {"weights": floats(B, T, H, state.states.shape[2]), "state": state}
@@ -191,7 +199,7 @@ def may_be(name, what, arrays):
 
 def begins(call, what):
     """Whether a call without a state begins with a fresh one."""
-    optional = call.endswith(("scan", "reference", "mamba", "mamba2", "gam.mix"))
+    optional = call.endswith(("scan", "reference", "rotations", "mamba", "mamba2", "mamba3", "gam.mix"))
     return optional and what.endswith(("None", "missing"))
 
 

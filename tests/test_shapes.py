@@ -23,6 +23,7 @@ from atlasjax.mixers import (
     infini,
     mamba,
     mamba2,
+    mamba3,
     melodi,
     memorizing,
     rotary,
@@ -213,6 +214,11 @@ def _mixers():
         state = call(infini.init_state, 3, 4, 2, 4, 6, jnp.float32)
         call(infini.extend, q, k, v, per_head, state)
 
+    def mamba3_layer():
+        turns = call(mamba3.rotations, jnp.ones((3, 8, 1)), per_token, jnp.ones((3, 2, 1)), ids)
+        keys = call(mamba3.rotate, jnp.ones((3, 8, 2, 2, 4)), turns)
+        call(mamba3.trapezoidal_scan, jnp.ones((3, 8, 2, 2, 5)), *[per_token] * 3, keys, keys, per_head, **documents)
+
     return {
         "attention": lambda: call(attention.attention, q, k, v, segment_ids=ids),
         "rotary": lambda: call(rotary.rotate, q, ids),
@@ -223,6 +229,7 @@ def _mixers():
         ),
         "mamba": lambda: call(mamba.selective_scan, x, x, -jnp.ones((4, 5)), *[jnp.ones((3, 8, 5))] * 2, jnp.ones(4)),
         "mamba2": lambda: call(mamba2.ssd, q, per_token, -per_head, *[jnp.ones((3, 8, 1, 5))] * 2, per_head),
+        "mamba3": mamba3_layer,
         "elastic": lambda: call(elastic.attention.attention, q, k, v, bank, R, **documents),
         "elastic stream": elastic_stream,
         "hippo": lambda: call(hippo.reconstruct, call(hippo.compress, x, 3), [0.5, 1.0]),

@@ -62,13 +62,19 @@ def rotations(
       TypeError, ValueError: invalid arguments.
     """
     check_shapes("mamba3.rotations", _ROTATIONS, optional=("start",), rate=rate, delta=delta, start=start)
+    if segment_ids is not None:
+        check_ids(segment_ids, rate.shape[:2], "mamba3.rotations")
+    return _rotations(rate, delta, start, segment_ids)
+
+
+@jax.jit
+def _rotations(rate: jax.Array, delta: jax.Array, start: jax.Array | None, segment_ids: jax.Array | None) -> jax.Array:
     wide = wide_dtype(rate.dtype)
     turns = _wrapped(0.5 * delta.astype(wide)[..., None] * jnp.tanh(rate.astype(wide))[:, :, None])
     if start is not None:
-        turns = turns.at[:, 0].add(start.astype(wide))
+        turns = turns.at[:, 0].set(_wrapped(turns[:, 0] + start.astype(wide)))
     if segment_ids is None:
         return jax.lax.associative_scan(lambda a, b: _wrapped(a + b), turns, axis=1)
-    check_ids(segment_ids, rate.shape[:2], "mamba3.rotations")
     begins = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))[..., None, None]
 
     def joined(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

@@ -172,8 +172,8 @@ class ModelConfig:
         "bare", f(x), without norm and residual, which requires ffn="none". A tuple of the first two is one for each layer of the
         pattern of mixers.
       memory: the memory of the mixers that have one ("memory", "mac", "mag", "mal").
-      caching: Memory Caching around the recurrence of the mixers whose state is a matrix, such as "retnet" and "kda" (`takes_caching`).
-        None: none. That of the mixers with a memory is `memory.caching`.
+      caching: Memory Caching around the recurrence of the mixers whose state is a matrix (`takes_caching`), such as "retnet" and
+        "kda". None: none. That of the mixers with a memory is `memory.caching`.
       branch: a second mixer in every layer, beside the first one. None: none.
       attention: the attention of the mixers that have it.
       ssm: sizes of the state space models.

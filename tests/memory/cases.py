@@ -23,6 +23,7 @@ RULES: dict[str, MemoryRule] = {
     "delta_rule_chunk8": rules.delta_rule(8),
     "retnet": rules.retnet(),
     "gla": rules.gla(),
+    "mamba3": rules.mamba3(rank=2),
     "polysketch": rules.polysketch(),
     "longhorn": rules.longhorn(),
     "longhorn_channel": rules.longhorn_channel(),

@@ -45,6 +45,13 @@ def gla(W, x, past):
     return W @ np.diag(x.retention) + x.step_size * np.outer(x.v, x.k)
 
 
+def mamba3(W, x, past):
+    """`window_weights` as they are for λ = γ_0, but not tied to α."""
+    own, old = x.window_weights
+    before = np.outer(past[-1].v, past[-1].k) if past else 0.0
+    return x.retention * W + x.step_size * (own * np.outer(x.v, x.k) + old * before)
+
+
 def delta_rule(W, x, past):
     return W @ (np.eye(KEY) - x.step_size * np.outer(x.k, x.k)) + x.step_size * np.outer(x.v, x.k)
 
@@ -120,6 +127,7 @@ ROWS = {
     "linear_attention": (rules.linear_attention(), linear_attention),
     "retnet": (rules.retnet(), retnet),
     "gla": (rules.gla(), gla),
+    "mamba3": (rules.mamba3(), mamba3),
     "delta_rule": (rules.delta_rule(), delta_rule),
     "longhorn": (rules.longhorn(), longhorn),
     "longhorn_channel": (rules.longhorn_channel(), longhorn_channel),

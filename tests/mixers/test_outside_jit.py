@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from atlasjax.mixers import attention, block_recurrence, infini, log_linear, mamba, mamba2, melodi, memorizing
+from atlasjax.mixers import attention, block_recurrence, infini, log_linear, mamba, mamba2, mamba3, melodi, memorizing
 from atlasjax.mixers.elastic import attention as elastic
 from atlasjax.mixers.elastic import banks, hippo, sampling
 from tests.marks import some_slow
@@ -101,12 +101,13 @@ def test_a_call_is_compiled_once(name, compiled):
         assert not compiled, call
 
 
-@pytest.mark.parametrize("module", [mamba, mamba2])
+@pytest.mark.parametrize("module", [mamba, mamba2, mamba3])
 def test_a_definition_is_compiled_once(module, compiled):
     groups = X[:, :, :1]
     run = {
         mamba: lambda: mamba.reference(ROWS, ROWS, -jnp.ones((8, 2)), ROWS[..., :2], ROWS[..., :2]),
         mamba2: lambda: mamba2.reference(X, X[..., 0], -jnp.ones(2), groups, groups),
+        mamba3: lambda: mamba3.reference(X[:, :, None], *[X[..., 0]] * 3, *[X[:, :, None]] * 2),
     }[module]
     run()
     compiled.clear()

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from atlasjax.memory.fast_weights import kernels, linear_kernels
-from atlasjax.nn import KDAConfig, ModelConfig, SSMConfig, logical_axes
+from atlasjax.nn import CachingConfig, KDAConfig, Mamba3Config, ModelConfig, SSMConfig, logical_axes
 from atlasjax.nn.mixers import MIXERS
 from atlasjax.train.optimizer import decay_mask
 from tests.marks import some_slow
@@ -173,6 +173,11 @@ def test_initial_values_are_the_published_ones():
     assert np.array_equal(kda["dt_bias"].shape, (4, 16))  # of each channel, and those of a head differ
     assert np.log1p(np.exp(kda["dt_bias"])).std(axis=1).min() > 0.01
     assert np.all(parameters("longhorn")["step_bias"] == 0)  # β = 1/2
+    mamba3 = nnx.to_pure_dict(initial("mamba3", ModelConfig(dim=8, ssm=SSMConfig(head_dim=4), mamba3=Mamba3Config(4))))
+    values = {
+        name: np.unique(mamba3[name]).tolist() for name in ("B_bias", "C_bias", "D", "mimo_x", "mimo_z", "mimo_o")
+    }
+    assert values == {"B_bias": [1], "C_bias": [1], "D": [1], "mimo_x": [0.25], "mimo_z": [1], "mimo_o": [0.25]}
     rwkv = parameters("rwkv7")
     assert np.exp(-np.exp(-0.5) / (1 + np.exp(-rwkv["w"]["bias"]))).max() > 0.995  # some channels remember for long
     assert rwkv["shift"].min() >= 0
@@ -195,6 +200,15 @@ def test_refuses_sizes_that_do_not_fit():
         MIXERS["mamba2"](ModelConfig(dim=12, num_heads=2, ssm=SSMConfig(head_dim=4, groups=4)), rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"KDAConfig: value_heads=5 must be a multiple of num_heads=2"):
         MIXERS["gdn2"](ModelConfig(dim=12, num_heads=2, kda=KDAConfig(value_heads=5)), rngs=nnx.Rngs(0))
+    mamba3 = lambda **fields: MIXERS["mamba3"](ModelConfig(dim=12, num_heads=2, **fields), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"mixer 'mamba3': ssm.head_dim=7 must divide .* = 24"):
+        mamba3(ssm=SSMConfig(head_dim=7))
+    with pytest.raises(ValueError, match=r"mixer 'mamba3': ssm.groups=4 must divide the 6 heads"):
+        mamba3(ssm=SSMConfig(head_dim=4, groups=4))
+    with pytest.raises(ValueError, match=r"mixer 'mamba3': ssm.state_dim=2 must be even and at least 4, to be rotated"):
+        mamba3(ssm=SSMConfig(2, head_dim=4))
+    with pytest.raises(ValueError, match=r"mixer 'mamba3': caching is given, but mamba3.rank is 2; should be 1"):
+        mamba3(ssm=SSMConfig(head_dim=4), mamba3=Mamba3Config(2), caching=CachingConfig())
     with pytest.raises(ValueError, match="mixer 'retnet': head_dim=3 must be even"):
         MIXERS["retnet"](ModelConfig(dim=12, num_heads=4), rngs=nnx.Rngs(0))
 
@@ -204,15 +218,16 @@ def test_weight_decay_leaves_rates_and_steps_alone():
         name: {
             jax.tree_util.keystr(path)
             for path, yes in jax.tree_util.tree_leaves_with_path(
-                decay_mask(logical_axes(abstract(name, make_config())))
+                decay_mask(logical_axes(abstract(name, make_config(name=name))))
             )
             if yes
         }
-        for name in ("mamba", "mamba2", "rwkv7", "kda")
+        for name in ("mamba", "mamba2", "mamba3", "rwkv7", "kda")
     }
     kernels = lambda *names: {f"['{name}']['kernel'].value" for name in names}
     assert decayed["mamba"] == kernels("inputs", "selection", "step", "out")
     assert decayed["mamba2"] == kernels("inputs", "selection", "step", "out")
+    assert decayed["mamba3"] == kernels("inputs", "selection", "gates", "rates", "out")
     assert decayed["rwkv7"] == kernels("r", "k", "v", "out")
     products = ("decay']['logits']['down", "decay']['logits']['up", "gate']['down", "gate']['up")
     assert decayed["kda"] == kernels("inputs']['linear", "beta", *products, "out")

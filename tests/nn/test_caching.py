@@ -25,6 +25,7 @@ TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 11, (2, TIME)), jnp.in
 CASES = {
     "gated_deltanet grm": ("gated_deltanet", CachingConfig.added("grm", SIZE)),
     "mamba2 ssc": ("mamba2", CachingConfig.added("ssc", SIZE)),
+    "mamba3 grm": ("mamba3", CachingConfig.added("grm", SIZE)),
     "gla residual": ("gla", CachingConfig.added("residual", SIZE)),
     "retnet soup": ("retnet", CachingConfig.added("soup", SIZE)),
     "deltanet query": ("deltanet", dataclasses.replace(CachingConfig.added("grm", SIZE), connector="query")),

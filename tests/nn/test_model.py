@@ -333,6 +333,7 @@ def test_bad_arguments_are_named():
 
 COPIED = {
     "mamba2": {"mixer": "mamba2", "ssm": SSMConfig(state_dim=48, head_dim=16)},
+    "mamba3": {"mixer": "mamba3", "ssm": SSMConfig(state_dim=48, head_dim=16)},
     "attention": {"mixer": "attention"},
     "swa": {"mixer": "swa", "attention": AttentionConfig(window=40)},
     "mag": {"mixer": "mag", "attention": AttentionConfig(window=40), "memory": MEMORIES["delta_rule"]},
