@@ -3,7 +3,7 @@
 The inputs are the gradient factors of the block's tokens and of the window before them. Every inner gradient is an outer product,
 ∇_W ℓ_i = left_i ⊗ input_i for each weight W. So with
 
-    S_t = β_t S_0 + Σ_i D[t,i] ∇_i        M_t = a_t M_0 + s_t S_0 + Σ_i C[t,i] ∇_i        C = T_α D,  D = −T_θ diag(η) Γ
+    S_t = b_t S_0 + Σ_i D[t,i] ∇_i     M_t = a_t M_0 + s_t S_0 + Σ_i C[t,i] ∇_i     C = T_α diag(β) D,  D = −T_θ diag(η) Γ
 
 a read is M_t h = a_t M_0 h + s_t S_0 h + Σ_i C[t,i] (input_i · h) left_i: masked matmuls, as in attention (the dual form).
 T_α[t,i] = α_{i+1} … α_t (t ≥ i), Γ[t,i] = γ_{t,t−i}. The products are computed by multiplication, not as exponentials of
@@ -40,14 +40,15 @@ class Read(NamedTuple):
 class BlockGates(NamedTuple):
     """Gates of a block of m tokens. E counts the tokens of the block and of the window before it.
 
-    retention: [m], [m, D] or None (α = 1). step_size: [m]. momentum_decay: [m] or None (no momentum state). gamma: Γ [m, E].
-    real: [m], 1 for tokens and 0 for padding. None if the gates of padding (α = 1, θ = 1, η = 0, γ = 0) suffice to make it a no-op.
-    They do for Muon and plain gradient descent, but with momentum M_t = α_t M_{t−1} + S_t would add S_t again.
+    retention: [m], [m, D] or None (α = 1). step_size: [m]. momentum_decay: [m] or None (no momentum state). write_size: β [m], or
+    None (β = 1). gamma: Γ [m, E]. real: [m], 1 for tokens and 0 for padding. None if the gates of padding (α = 1, θ = 1, η = 0,
+    β = 0, γ = 0) suffice to make it a no-op.
     """
 
     retention: jax.Array | None
     step_size: jax.Array
     momentum_decay: jax.Array | None
+    write_size: jax.Array | None
     gamma: jax.Array
     real: jax.Array | None
 
@@ -280,7 +281,7 @@ def window_matrix(gamma: jax.Array) -> jax.Array:
 class Coefficients(NamedTuple):
     """The tokens' memories as combinations of the block's initial memory, momentum and gradients; see the module docstring."""
 
-    momentum_start: jax.Array | None  # β_t
+    momentum_start: jax.Array | None  # b_t
     momentum_gradients: jax.Array  # D[t, i]
     memory_start: jax.Array | None  # a_t
     memory_momentum: jax.Array | None  # s_t
@@ -290,8 +291,8 @@ class Coefficients(NamedTuple):
 class Decays(NamedTuple):
     """Products of the scalar decays of a block's tokens. None without momentum or retention.
 
-    momentum_start: β_t = θ_0 … θ_t, [m]. momentum: T_θ, [m, m]. start: a_t = α_0 … α_t, [m]. pairwise: T_α, [m, m], zero in the
-    columns of padding. started: s_t, the coefficient of S_0 in M_t, [m].
+    momentum_start: b_t = θ_0 … θ_t, [m]. momentum: T_θ, [m, m]. start: a_t = α_0 … α_t, [m]. pairwise: T_α diag(β), [m, m].
+    started: s_t, the coefficient of S_0 in M_t, [m].
     """
 
     momentum_start: jax.Array | None
@@ -303,18 +304,18 @@ class Decays(NamedTuple):
 
 def decays(gates: BlockGates) -> Decays:
     m = gates.step_size.shape[0]
-    beta = across = a = s = None
+    momentum_start = across = a = s = None
     if gates.momentum_decay is not None:
-        beta, across = decay_products(gates.momentum_decay)
+        momentum_start, across = decay_products(gates.momentum_decay)
     if gates.retention is None:
         pairwise = jnp.tril(jnp.ones((m, m), gates.step_size.dtype))
     else:
         a, pairwise = decay_products(gates.retention)
-    if gates.real is not None:
-        pairwise = pairwise * gates.real[None]
-    if beta is not None:
-        s = exact(pairwise, beta)
-    return Decays(beta, across, a, pairwise, s)
+    if gates.write_size is not None:
+        pairwise = scaled_columns(gates.write_size, pairwise)
+    if momentum_start is not None:
+        s = exact(pairwise, momentum_start)
+    return Decays(momentum_start, across, a, pairwise, s)
 
 
 def coefficients(decays: Decays, gates: BlockGates) -> Coefficients:

@@ -226,6 +226,7 @@ def check_gates(expected: dict[str, int | None], gates: object, lead: tuple[int 
 _RANGES = {
     "retention": (0.0, 1.0),
     "momentum_decay": (0.0, 1.0),
+    "write_size": (0.0, 1.0),
     "window_weights": (0.0, 1.0),
     "step_size": (0.0, np.inf),
     "threshold": (0.0, np.inf),

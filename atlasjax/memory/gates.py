@@ -23,6 +23,7 @@ class Gates(NamedTuple):
       connector: u of a `CachedRule`, [batch, time, heads, connector_dim]: key_dim, or 1 + capacity with connector="age".
         Of a `LogLinearRule`: the inverse softplus of λ, [batch, time, heads, 1 + levels].
       blend: λ of a `CachedRule` with `blended`: 0 reads only the current memory, 1 is the rule without `blended`.
+      write_size: β ∈ [0, 1], how much of S_t the token writes (`Optimizer.write_gate`).
     """
 
     retention: Float[Array, "*tokens heads"] | Float[Array, "*tokens heads feature_dim"] | None = None
@@ -34,3 +35,4 @@ class Gates(NamedTuple):
     removal: Float[Array, "*tokens heads feature_dim"] | None = None
     connector: Float[Array, "*tokens heads connector_dim"] | None = None
     blend: Float[Array, "*tokens heads"] | None = None
+    write_size: Float[Array, "*tokens heads"] | None = None

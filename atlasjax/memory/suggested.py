@@ -39,6 +39,9 @@ There (`similar_keys`) the gate goes only up to exact, and it shrinks as momentu
 of 1e19 after 30 training steps, and one of titans-mal-tiny outputs of 1e30, when its θ rose from 0.92 to 0.99 and the largest
 eigenvalue of a chunk's 64 keys from 28 to 58. The norms after the memory hide this from the loss until gradients overflow.)
 
+A write gate β may rise to 1, so step sizes are those for β = 1. It starts at 0.9: close to the rule without it, but where its
+sigmoid can still move.
+
 The dot-product loss has no curvature. A matrix memory cannot diverge (A Table 1's linear attention has η = 1), so max_step = 1,
 starting at 1/2. In a deep memory the loss has no minimum either: the weights grow by a factor of up to 1 + η ‖φ‖ ‖v‖ per token
 (σ' ≤ 1.13), against retention's α. Each gradient counts Γ/(1 − θ) times. So η starts at half of (1 − α)(1 − θ) / (1.13 ‖φ‖ Γ) for
@@ -169,6 +172,7 @@ def initial_gates(
         "retention": 1.0 - forgetting,
         "step_size": np.minimum(step, 0.5 * top),
         "momentum_decay": momentum_decay,
+        "write_size": np.full(num_heads, 0.9),
         "window_weights": window_weights,
         "threshold": np.ones(num_heads),
         "removal_key": np.zeros(num_heads),

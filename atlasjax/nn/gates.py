@@ -1,8 +1,8 @@
 """Computes the gates of a memory from the layer input.
 
 Every gate is a function of one float32 logit (or several channels) per token and head: retention α, momentum decay
-θ and window weights γ are sigmoids, the step size η is max_step · sigmoid, and the threshold δ is softplus. The initial biases
-give the values of `memory.suggested`. The initial kernel is small, so the gates vary only slightly between tokens.
+θ, write size β and window weights γ are sigmoids, the step size η is max_step · sigmoid, and the threshold δ is softplus. The
+initial biases give the values of `memory.suggested`. The initial kernel is small, so the gates vary only slightly between tokens.
 """
 
 import jax

@@ -73,6 +73,17 @@ RULES: dict[str, MemoryRule] = {
         structures.GatedMLP(expansion=1), optimizer=optimizers.Momentum(), retention=retention.KL(), window=3,
         chunk_size=9,
     ),
+    "titans_write_gate": dataclasses.replace(rules.titans(8), optimizer=optimizers.Momentum(write_gate=True)),
+    "write_gate_channel_window": MemoryRule(
+        MATRIX, objectives.L2(), features.Polynomial(2), optimizers.Momentum(write_gate=True), retention.Channel(),
+        window=3, chunk_size=20,
+    ),
+    "write_gate_map": MemoryRule(
+        MATRIX, optimizer=optimizers.Momentum(write_gate=True), retention=retention.KL(), window=2, chunk_size=9
+    ),
+    "write_gate_own_retention": dataclasses.replace(
+        IDEAS["own_retention"], structure=MATRIX, optimizer=optimizers.Momentum(write_gate=True)
+    ),
     "momentum_full_retention": MemoryRule(retention=retention.Full(), chunk_size=8, window=2),
     "gated": MemoryRule(structures.GatedMLP(expansion=2), window=2, chunk_size=8),
     "atlas": rules.atlas(8, 3, structures.MLP(expansion=2), features.Powers(2)),
@@ -111,6 +122,7 @@ def make_inputs(rule, *, batch=2, time=37, heads=2, key_dim=4, value_dim=4, dtyp
     scale = {
         "retention": (0.7, 1.0),
         "momentum_decay": (0.2, 0.9),
+        "write_size": (0.0, 1.0),
         "window_weights": (0.1, 1.0),
         "threshold": (0.3, 1.0),
     }

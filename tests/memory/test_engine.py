@@ -29,6 +29,7 @@ RELATIVES = set(RULES) - {
     "all_of_them", "atlas_every", "channel_steps_chunk8", "deep_small", "delta_rule_decay", "gated_delta_momentum",
     "gated_delta_rule", "gated_small", "gdn2", "gla", "longhorn", "longhorn_channel", "memora_matrix", "moneta_matrix",
     "muon_matrix_channel", "own_loss_matrix", "own_sign_momentum", "plain_small", "rwkv7", "ttt_linear", "ttt_mlp_small",
+    "write_gate_map",
 }  # fmt: skip
 
 
@@ -80,6 +81,7 @@ def choices(rule):
         name(rule.optimizer),
         getattr(rule.optimizer, "per_channel", None),
         getattr(rule.optimizer, "every", 1) > 1,
+        rule.optimizer.write_gate,
     )
     window = rule.window > 1, rule.window > rule.chunk_size, rule.chunk_size == 1
     parts = {"structure": structure, "optimizer": optimizer, "window": window}
@@ -153,6 +155,8 @@ EDGES = [
     {"momentum_decay": 1.0, "retention": 0.5},
     {"window_weights": 0.0},
     {"step_size": 0.0},
+    {"write_size": 0.0},
+    {"write_size": 1.0, "momentum_decay": 1.0},
     {"retention": 0.0, "momentum_decay": 0.0},
     {"threshold": 1e-3},
     {"threshold": 1e3},
@@ -164,6 +168,7 @@ EDGES = [
 EDGED = (
     "titans", "yaad_window", "omeganet", "atlas", "muon_matrix_channel", "gla", "moneta_row", "memora", "delta_rule_decay",
     "gated_delta_rule", "rwkv7", "longhorn_channel", "gated_small", "memora_matrix", "moneta_matrix",
+    "write_gate_map",
 )  # fmt: skip
 
 

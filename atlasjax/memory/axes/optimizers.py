@@ -16,12 +16,13 @@ OptimizerState: TypeAlias = PyTree[jax.Array]  # S, what `Optimizer.init` makes;
 
 
 class Optimizer(Axis):
-    """Base class of inner optimizers: (Δ_t, S_t) = update(S_{t−1}, g_t), and M_t = α_t M_{t−1} + Δ_t.
+    """Base class of inner optimizers: (Δ_t, S_t) = update(S_{t−1}, g_t), and M_t = α_t M_{t−1} + β_t Δ_t.
 
     Subclasses implement `update`, and override `init` if S_0 is not zeros in the shapes of the weights.
 
     Attributes:
       has_momentum: whether `update` uses θ, the gate `momentum_decay`.
+      write_gate: whether there is β, the gate `write_size`. Otherwise β = 1. `update` does not see it: S_t does not depend on it.
       per_channel: whether η has one value for each channel of the value. Only for matrix memories.
       every: the memory is written once every `every` tokens: η is zero for tokens whose position in their chunk, counted from 1, is
         not a multiple of it. Must divide the chunk size.
@@ -34,6 +35,7 @@ class Optimizer(Axis):
 
     claims: ClassVar = {"is_linear": False, "is_implicit": False, "orthogonalizes": False}
     has_momentum: bool = False
+    write_gate: bool = False
     per_channel: bool = False
     every: int = 1
     optimality: str = "first order"
@@ -122,10 +124,23 @@ class Implicit(Optimizer):
 
 @dataclasses.dataclass(frozen=True)
 class Momentum(Optimizer):
-    """S_t = θ_t S_{t−1} − η_t g_t."""
+    """S_t = θ_t S_{t−1} − η_t g_t, and M_t = α_t M_{t−1} + β_t S_t.
 
+    Attributes:
+      write_gate: whether β_t, how much of the momentum a token writes, is a gate (`write_size`), as in Momentum DeltaNet
+        (arXiv:2605.05838). Otherwise β = 1. It is neither part of η nor of θ: a token with β = 0 writes nothing, but S_t takes its
+        gradient. `dataclasses.replace(rules.titans(), optimizer=optimizers.Momentum(write_gate=True))` is Titans with it.
+
+    Raises:
+      ValueError: `write_gate` is not a bool.
+    """
+
+    write_gate: bool = False
     has_momentum = True
     is_linear = True
+
+    def __post_init__(self) -> None:
+        check.boolean(type(self).__name__, "write_gate", self.write_gate)
 
     def update(
         self,
@@ -138,12 +153,14 @@ class Momentum(Optimizer):
         return S, S
 
     def summary(self) -> str:
-        return "momentum"
+        return "momentum, gated writes" if self.write_gate else "momentum"
 
 
 @dataclasses.dataclass(frozen=True)
 class Muon(Optimizer):
     """S_t = θ_t S_{t−1} − g_t; M_t = α_t M_{t−1} + η_t NS_n(S_t), with Newton–Schulz on each weight matrix separately.
+
+    There is no `write_gate`: η_t is one already.
 
     Attributes:
       steps: n ≥ 0. A run-time setting (test-time compute): parameters and state do not depend on it.

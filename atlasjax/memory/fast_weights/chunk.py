@@ -95,6 +95,7 @@ class Slot(NamedTuple):
     retention: jax.Array | None
     step_size: jax.Array | None
     momentum_decay: jax.Array | None
+    write_size: jax.Array | None
     window_weights: jax.Array
     threshold: jax.Array | None
     removal_key: jax.Array | None
@@ -242,7 +243,7 @@ def _block_gates(slot: Slot, real: jax.Array | None) -> blocks.BlockGates:
     if real is not None:
         gamma = jnp.where(real, gamma, 0.0)
     assert slot.step_size is not None
-    return blocks.BlockGates(slot.retention, slot.step_size, slot.momentum_decay, gamma, slot.real)
+    return blocks.BlockGates(slot.retention, slot.step_size, slot.momentum_decay, slot.write_size, gamma, slot.real)
 
 
 def _read(rule: MemorySpec, plan: Plan, params: MemoryParams, slot: Slot, soup: Weights | None) -> blocks.Read:

@@ -33,6 +33,17 @@ def _clashes_of_muon(kind: Optimizer) -> Iterator[tuple[str, str]]:
         yield optimizer, "its has_momentum=False, which should be True as it orthogonalizes its momentum."
 
 
+def _clashes_of_write_gate(kind: Optimizer) -> Iterator[tuple[str, str]]:
+    """A write gate of an optimizer whose steps the step size scales already."""
+    if kind.orthogonalizes:
+        yield f"optimizer={kind!r}", "its write_gate=True: its step_size already says how much of NS(S) a token writes."
+    elif kind.is_implicit or (kind.is_linear and not kind.has_momentum):
+        yield (
+            f"optimizer={kind!r}",
+            "its write_gate=True: without momentum its step_size already says how much a token writes.",
+        )
+
+
 def clashes(rule: Choices) -> Iterator[tuple[str, str]]:
     """Incompatible pairs of choices: (one, "the other: why and what to do")."""
     retention, optimizer, structure = (f"{n}={getattr(rule, n)!r}" for n in ("retention", "optimizer", "structure"))
@@ -52,6 +63,8 @@ def clashes(rule: Choices) -> Iterator[tuple[str, str]]:
         )
     if rule.uses_muon:
         yield from _clashes_of_muon(rule.optimizer)
+    if rule.optimizer.write_gate:
+        yield from _clashes_of_write_gate(rule.optimizer)
     if rule.retention.has_map and rule.uses_muon:
         yield (
             retention,

@@ -61,11 +61,11 @@ def channel_block(rule: MemorySpec, block: Block) -> Written:
     D = -gates.step_size[:, None] * gates.gamma
     if momentum is not None:
         assert gates.momentum_decay is not None
-        beta, momentum_pairwise = decay_products(gates.momentum_decay)
+        momentum_start, momentum_pairwise = decay_products(gates.momentum_decay)
         D = exact(momentum_pairwise, D)
-        if gates.real is not None:
-            pairwise = pairwise * gates.real[:, None]
-        s = jnp.einsum("tjd,j->td", pairwise, beta, precision=jax.lax.Precision.HIGHEST)
+        if gates.write_size is not None:
+            pairwise = pairwise * gates.write_size[:, None]
+        s = jnp.einsum("tjd,j->td", pairwise, momentum_start, precision=jax.lax.Precision.HIGHEST)
     C = jnp.einsum("tjd,ji->tid", pairwise, D, precision=jax.lax.Precision.HIGHEST)
 
     def linear(_: str, h: jax.Array) -> jax.Array:
@@ -80,5 +80,5 @@ def channel_block(rule: MemorySpec, block: Block) -> Written:
     if momentum is None:
         return {name: M}, None, y
     M = M + s[-1] * momentum[name]
-    S = beta[-1] * momentum[name] + outer_sum(D[-1], factors[name], dtype)
+    S = momentum_start[-1] * momentum[name] + outer_sum(D[-1], factors[name], dtype)
     return {name: M}, {name: S}, y

@@ -109,6 +109,7 @@ def unsupported(
         f"q is {q.dtype}, should be float32 or bfloat16": q.dtype not in (jnp.float32, jnp.bfloat16),
         f"structure={rule.structure!r} has an inner LayerNorm": rule.structure.norm and (on_gpu or rule.uses_muon),
         f"optimizer={rule.optimizer!r} has a step size per channel": rule.optimizer.per_channel,
+        f"optimizer={rule.optimizer!r} has a write gate": rule.optimizer.write_gate,
         f"optimizer={rule.optimizer!r} writes every {every} tokens, which is not a power of two": bool(
             every & (every - 1)
         ),

@@ -34,7 +34,7 @@ class _Token(NamedTuple):
     retention: jax.Array | None
     step_size: jax.Array
     momentum_decay: jax.Array | None
-    real: jax.Array | None
+    write_size: jax.Array | None
     bounded: _Bounded | None
     queries: Queries
 
@@ -64,15 +64,17 @@ def mapped_block(rule: MemorySpec, block: Block) -> Written:
         steps = {name: -exact((eta * f.left).T, f.inputs) for name, f in token.gradient.items()}
         if momentum is not None:
             steps = momentum = {name: token.momentum_decay * momentum[name] + step for name, step in steps.items()}
-            if token.real is not None:
-                steps = {name: token.real * step for name, step in steps.items()}
+            if token.write_size is not None:
+                steps = {name: scaled(token.write_size, step) for name, step in steps.items()}
         a = token.retention
         stored = {name: (w if a is None else scaled(a, w)) + steps[name] for name, w in stored.items()}
         stored, weights = rule.stored_and_mapped(stored)
         y = read.apply(lambda name, h: dot(weights[name], h.T, dtype).T, jax.tree.map(lambda x: x[None], token.queries))
         return (stored, momentum, weights), y[0]
 
-    tokens = _Token(gradients, gates.retention, step_size, gates.momentum_decay, gates.real, bounded, read.queries)
+    tokens = _Token(
+        gradients, gates.retention, step_size, gates.momentum_decay, gates.write_size, bounded, read.queries
+    )
     carry = (memory, momentum, rule.weights(memory))
     (memory, momentum, _), y = meshes.scan(jax.checkpoint(write, prevent_cse=False), carry, tokens)
     return memory, momentum, y

@@ -100,6 +100,7 @@ def pack(
         retention=lay_gate(gates.retention, 1.0),
         step_size=lay_gate(gates.step_size),
         momentum_decay=lay_gate(gates.momentum_decay, 1.0),
+        write_size=lay_gate(gates.write_size),
         window_weights=lay_gate(gates.window_weights),
         threshold=lay_gate(gates.threshold, 1.0),
         removal_key=lay_gate(gates.removal_key),

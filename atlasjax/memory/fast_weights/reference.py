@@ -123,7 +123,7 @@ def _token(rule: MemorySpec, params: MemoryParams, initial: dict, carry: dict, t
     else:
         writes = (carry["position"] + 1) % rule.optimizer.every == 0
         eta = jnp.where(writes, eta, 0.0)
-        M, S = rule.write(carry["M"], carry["S"], g, alpha, eta, theta)
+        M, S = rule.write(carry["M"], carry["S"], g, alpha, eta, theta, token["write_size"])
 
     carry.update(
         M=M,
@@ -150,6 +150,7 @@ def _by_token(tokens: Tokens, dtype: jnp.dtype) -> dict[str, jax.Array]:
         "retention": ones if gates.retention is None else wide(gates.retention),
         "step_size": ones if gates.step_size is None else wide(gates.step_size),
         "momentum_decay": ones if gates.momentum_decay is None else wide(gates.momentum_decay),
+        "write_size": ones if gates.write_size is None else wide(gates.write_size),
         "window_weights": ones[..., None] if gates.window_weights is None else wide(gates.window_weights),
         "threshold": ones if gates.threshold is None else wide(gates.threshold),
     }

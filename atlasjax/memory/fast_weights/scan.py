@@ -51,6 +51,9 @@ def xla_scan(
         return None if x is None else to_slots(x.astype(wide), sizes, where, fill)
 
     gamma = jnp.ones((batch, time, heads, 1), wide) if gates.window_weights is None else gates.window_weights
+    write_size = gates.write_size
+    if write_size is None and rule.optimizer.is_linear and rule.optimizer.has_momentum:
+        write_size = jnp.ones((batch, time, heads), wide)  # padding has zeros, or it would write the momentum again
     own = lambda x: to_slots(x, sizes, where, 0.0)  # in their own dtype; converted chunk by chunk
     slots = Slot(
         q=own(q),
@@ -59,6 +62,7 @@ def xla_scan(
         retention=put(gates.retention, 1.0),
         step_size=put(gates.step_size, 0.0),
         momentum_decay=put(gates.momentum_decay, 1.0),
+        write_size=put(write_size, 0.0),
         window_weights=put(gamma, 0.0),
         threshold=put(gates.threshold, 1.0),
         removal_key=put(gates.removal_key, 0.0),

@@ -4,6 +4,8 @@ A user-defined optimizer or retention can only be applied token by token. Gradie
 start, as outer products, and reads are computed together. Only the gradients and memories of one short block are formed.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
@@ -16,10 +18,16 @@ from atlasjax.memory.fast_weights.spec import MemorySpec
 from atlasjax.memory.gates import Weights
 
 _Carry = tuple[Weights, OptimizerState]
-# The gradient, retention, step size, momentum decay and flag of a token; what it should and could decrease its loss by.
-_Token = tuple[
-    Weights, jax.Array | None, jax.Array, jax.Array | None, jax.Array | None, jax.Array | None, jax.Array | None
-]
+# The gradient and the gates of a token; what it should and could decrease its loss by.
+_Token = tuple[Weights, "_Gates", jax.Array | None, jax.Array | None]
+
+
+class _Gates(NamedTuple):
+    retention: jax.Array | None
+    step_size: jax.Array
+    momentum_decay: jax.Array | None
+    write_size: jax.Array | None
+    real: jax.Array | None
 
 
 def sequential_block(rule: MemorySpec, block: Block) -> Written:
@@ -39,7 +47,7 @@ def sequential_block(rule: MemorySpec, block: Block) -> Written:
 
     def write(carry: _Carry, token: _Token) -> tuple[_Carry, Weights]:
         memory, momentum = carry
-        gradient, retention, step_size, theta, real, decrease, scale = token
+        gradient, (retention, step_size, theta, write_size, real), decrease, scale = token
         if origin is not None:
             assert decrease is not None
             assert scale is not None
@@ -48,12 +56,13 @@ def sequential_block(rule: MemorySpec, block: Block) -> Written:
                 assert retention is not None
                 before = {name: rule.retention.decay(w, retention) for name, w in memory.items()}
             step_size = _bounded(rule, origin, before, momentum, gradient, step_size, theta, decrease, scale)
-        after = rule.write(memory, momentum, gradient, retention, step_size, theta)
+        after = rule.write(memory, momentum, gradient, retention, step_size, theta, write_size)
         if real is not None:
             after = jax.tree.map(lambda new, old: jnp.where(real > 0, new, old), after, carry)
         return after, after[0]
 
-    tokens = (gradients, gates.retention, step_size, gates.momentum_decay, gates.real, decrease, scale)
+    each = _Gates(gates.retention, step_size, gates.momentum_decay, gates.write_size, gates.real)
+    tokens = (gradients, each, decrease, scale)
     (memory, momentum), written = meshes.scan(write, (memory, momentum), tokens)
     weights = rule.weights(written)
     y = read(lambda name, h: dot(weights[name], h[:, :, None], dtype)[:, :, 0])

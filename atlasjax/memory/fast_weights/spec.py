@@ -89,9 +89,9 @@ class MemorySpec(FamilyRule[MemoryParams, MemoryState]):
 
     @property
     def masks_padding(self) -> bool:
-        """Whether padding must be masked. The gates of padding (α = 1, θ = 1, η = 0, γ = 0) suffice to make it a no-op for plain
-        gradient descent and Muon, but with momentum M_t = α_t M_{t−1} + S_t would add S_t again."""
-        return self.is_sequential or (self.optimizer.is_linear and self.optimizer.has_momentum)
+        """Whether padding must be masked. The gates of padding (α = 1, θ = 1, η = 0, β = 0, γ = 0) suffice to make it a no-op for
+        Muon and for optimizers that are linear in the gradient."""
+        return self.is_sequential and not self.maps_sums
 
     @property
     def step_bound(self) -> float | None:
@@ -227,6 +227,7 @@ class MemorySpec(FamilyRule[MemoryParams, MemoryState]):
         retention: Float[Array, ""] | Float[Array, " feature_dim"] | None,
         step_size: Float[Array, ""] | Float[Array, " value_dim"],
         momentum_decay: Float[Array, ""] | None,
+        write_size: Float[Array, ""] | None,
     ) -> tuple[Weights, OptimizerState]:
         """One token of one head: (A_t, S_t) from (A_{t−1}, S_{t−1}) and g_t, by the formulas of the optimizer and the retention.
 
@@ -237,9 +238,12 @@ class MemorySpec(FamilyRule[MemoryParams, MemoryState]):
           retention: α_t, a scalar or [in]. None means α = 1.
           step_size: η_t, a scalar, or [value_dim] for one per channel.
           momentum_decay: θ_t. None if the optimizer has no momentum.
+          write_size: β_t. None means β = 1.
         """
         eta = step_size[:, None] if self.optimizer.per_channel else step_size
         steps, momentum = self.optimizer.update(momentum, gradient, eta, momentum_decay)
+        if write_size is not None:
+            steps = {name: write_size * step for name, step in steps.items()}
         decayed = stored
         if retention is not None:
             decayed = {name: self.retention.decay(w, retention) for name, w in stored.items()}
@@ -291,6 +295,8 @@ class MemorySpec(FamilyRule[MemoryParams, MemoryState]):
             gates["step_size"] = (value_dim or key_dim) if self.optimizer.per_channel else None
         if self.optimizer.has_momentum:
             gates["momentum_decay"] = None
+        if self.optimizer.write_gate:
+            gates["write_size"] = None
         if self.window > 1:
             gates["window_weights"] = self.window
         if self.objective.uses_threshold:

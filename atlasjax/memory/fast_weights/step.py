@@ -88,6 +88,7 @@ def _slot(rule: MemorySpec, state: MemoryState, tokens: Tokens, soup: Soup | Non
         retention=up(gates.retention),
         step_size=up(step_size),
         momentum_decay=up(gates.momentum_decay),
+        write_size=up(gates.write_size),
         window_weights=up(gamma),
         threshold=up(gates.threshold),
         removal_key=up(gates.removal_key),

@@ -3,7 +3,8 @@
 With the tokens' memories in the form of `blocks`, x_t is linear in the steps of the block's earlier tokens, which are the only
 unknowns:
 
-    x_t = ⟨G_t, a_{t−1} M_0 + s_{t−1} S_0 − M_{t'}⟩ + u_t β_{t−1} ⟨G_t, S_0⟩ − Σ_{j<t} (T_α T_θ + u T_θ)[t−1, j] η'_j ⟨G_t, G_j⟩
+    x_t = ⟨G_t, a_{t−1} M_0 + s_{t−1} S_0 − M_{t'}⟩ + u_t b_{t−1} ⟨G_t, S_0⟩
+          − Σ_{j<t} (T_α diag(β) T_θ + u T_θ)[t−1, j] η'_j ⟨G_t, G_j⟩
 
 with G_t = Σ_i Γ[t,i] ∇_i and u_t = H θ_t. Row t − 1 belongs to the previous token, or to the start of the block for t = 0.
 """
@@ -146,15 +147,15 @@ def channel_steps(
 
     assert gates.retention is not None
     start, pairwise = decay_products(gates.retention)  # [m, D], [m, m, D]
-    if gates.real is not None:
-        pairwise = pairwise * gates.real[:, None]
+    if gates.write_size is not None:
+        pairwise = pairwise * gates.write_size[:, None]
     across, a, share = _before(pairwise, 0.0), _before(start, 1.0), None
     if momentum is not None:
         assert gates.momentum_decay is not None
-        beta, carried = decay_products(gates.momentum_decay)
+        momentum_start, carried = decay_products(gates.momentum_decay)
         pending = origin.horizon * gates.momentum_decay
-        started = jnp.einsum("tjd,j->td", pairwise, beta, precision=highest)
-        share = _before(started, 0.0) + (pending * _before(beta, 1.0))[:, None]
+        started = jnp.einsum("tjd,j->td", pairwise, momentum_start, precision=highest)
+        share = _before(started, 0.0) + (pending * _before(momentum_start, 1.0))[:, None]
         soon = pending[:, None] * _before(carried, 0.0)
         across = jnp.einsum("tjd,ji->tid", across, carried, precision=highest) + soon[:, :, None]
 

@@ -191,6 +191,8 @@ def _clashes(rule: SoftmaxSpec) -> Iterator[str]:
         yield f"{objective}: a softmax memory needs a loss of M(φ*(k)) and v alone, such as DotProduct() or L2()."
     if not rule.optimizer.is_linear:
         yield f"{optimizer}: the coefficients of a softmax memory are known for GradientDescent() and Momentum() only."
+    if rule.optimizer.write_gate:
+        yield f"{optimizer}: a softmax memory has no write gate; use Momentum()."
     if rule.optimizer.every > 1:
         yield f"{optimizer}: a softmax memory writes every token; use every=1."
     if rule.optimizer.per_channel:
