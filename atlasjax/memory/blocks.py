@@ -199,6 +199,11 @@ def neighbours(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return first[:, 0], second[:, 0]
 
 
+def before(x: jax.Array, first: float) -> jax.Array:
+    """x [m, …] shifted down by one row, with `first` in row 0."""
+    return jnp.concatenate([jnp.full_like(x[:1], first), x[:-1]])
+
+
 def decay_products(decay: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Products of consecutive decays.
 

@@ -11,7 +11,7 @@ The docstrings give the recurrences of the papers. By default a rule also has bo
 # isort: off
 from atlasjax.rules.linear import gla, linear_attention, polysketch, retnet, mamba3
 from atlasjax.rules.delta import delta_rule, longhorn, longhorn_channel, gated_delta_rule, kda, rwkv7, rwkv7_one_key
-from atlasjax.rules.delta import comba, gdn2, pgdn, pkda
+from atlasjax.rules.delta import comba, gdn2, pgdn, pkda, momentum_delta
 from atlasjax.rules.deep import memora, moneta, titans, titans_no_momentum, ttt_linear, ttt_mlp, yaad
 from atlasjax.rules.atlas import atlas, atlas_plus_plus, deep_transformer, dla, dot, omeganet, swdt, swla
 from atlasjax.rules.registry import REGISTRY, WRITES, Rule, register
@@ -38,6 +38,7 @@ __all__ = [
     "longhorn_channel",
     "mamba3",
     "memora",
+    "momentum_delta",
     "moneta",
     "omeganet",
     "pgdn",

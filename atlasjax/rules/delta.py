@@ -65,6 +65,25 @@ def kda() -> MemoryRule:
     )  # fmt: skip
 
 
+@register("S_t = θ S_{t−1} − η (α W_{t−1} k − v) kᵀ, W_t = α W_{t−1} + β S_t")
+def momentum_delta(decay_first: bool = True) -> MemoryRule:
+    """S_t = θ_t S_{t−1} − η_t (α_t W_{t−1} k − v) kᵀ, W_t = α_t W_{t−1} + β_t S_t (Momentum DeltaNet, arXiv:2605.05838).
+
+    Gates: α (`retention`), η (`step_size`), θ (`momentum_decay`; the paper's μ) and β (`write_size`). fla's recurrence
+    (`recurrent_momentum_delta_rule_ref`) keeps M = −S: chunk_momentum_delta_rule(q, k, v, log α, log θ, p=k, β, η, scale=1).
+
+    There is no bound: none would leave published gates as they are. With momentum `Bound.step` counts every write `horizon` times,
+    and takes off what momentum has still to add, while the published η is about 1 (docs/semantics.md 1.12).
+
+    Args:
+      decay_first: whether the error is taken at α_t W_{t−1}, as published (fla: use_p_times_alpha), or at W_{t−1}.
+    """
+    return MemoryRule(
+        structures.Matrix(), objectives.L2(), optimizer=optimizers.Momentum(write_gate=True),
+        retention=retention.Scalar(decay_first=decay_first), chunk_size=1, bound=None,
+    )  # fmt: skip
+
+
 @register("W_t = W_{t−1}(Diag(α) − κ̂ (a ⊙ κ̂)ᵀ) + v kᵀ")
 def rwkv7() -> MemoryRule:
     """W_t = W_{t−1}(Diag(α_t) − κ̂_t (a_t ⊙ κ̂_t)ᵀ) + v kᵀ (RWKV-7 as published, Peng et al. 2025).

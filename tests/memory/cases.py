@@ -28,6 +28,10 @@ RULES: dict[str, MemoryRule] = {
     "longhorn": rules.longhorn(),
     "longhorn_channel": rules.longhorn_channel(),
     "gated_delta_rule": rules.gated_delta_rule(),
+    "momentum_delta": rules.momentum_delta(),
+    "momentum_delta_full": MemoryRule(
+        MATRIX, objectives.L2(), features.Polynomial(2), optimizers.Momentum(), retention.Full(), chunk_size=1, bound=None
+    ),
     "gated_delta_momentum": MemoryRule(
         MATRIX, objectives.L2(), features.Powers(2), optimizers.Momentum(), retention.Channel(decay_first=True),
         window=2, chunk_size=1,
@@ -127,7 +131,7 @@ def make_inputs(rule, *, batch=2, time=37, heads=2, key_dim=4, value_dim=4, dtyp
         "threshold": (0.3, 1.0),
     }
     scale["step_size"] = (0.01, 0.05) if not rule.uses_muon else (0.005, 0.02)
-    if rule.is_linear:
+    if rule.is_linear or rule.is_linear_with_momentum:
         scale["step_size"] = (0.1, 1.0)
     scale |= {"removal_key": (-0.5, 0.5), "removal": (0.2, 1.0)}
     gates = {}

@@ -170,6 +170,22 @@ def test_engine_is_the_published_recurrence(name, x64):
     assert_close(state.memory["W"][0, 0], W, 1e-12)
 
 
+@pytest.mark.parametrize("first", [True, False], ids=["decay_first", "decay_beside"])
+def test_momentum_delta(first, x64):
+    """Momentum DeltaNet's recurrence; its steps of up to 2 are not cut."""
+    rule = rules.momentum_delta(decay_first=first)
+    args, tokens, W = inputs(rule, step_size=2.0)
+    S, expected = np.zeros_like(W), []
+    for x in tokens:
+        read = x.retention * W if first else W
+        S = x.momentum_decay * S - x.step_size * np.outer(read @ x.k - x.v, x.k)
+        W = x.retention * W + x.write_size * S
+        expected.append(W @ x.q)
+    y, state = memory.scan(rule, *args)
+    assert_close(y[0, :, 0], np.stack(expected), 1e-11)
+    assert_close((state.memory["W"][0, 0], state.momentum["W"][0, 0]), (W, S), 1e-11)
+
+
 def test_titans_with_momentum(x64):
     rule = rules.titans(1, MATRIX).unbounded()
     args, tokens, W = inputs(rule)

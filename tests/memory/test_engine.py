@@ -29,7 +29,7 @@ RELATIVES = set(RULES) - {
     "all_of_them", "atlas_every", "channel_steps_chunk8", "deep_small", "delta_rule_decay", "gated_delta_momentum",
     "gated_delta_rule", "gated_small", "gdn2", "gla", "longhorn", "longhorn_channel", "memora_matrix", "moneta_matrix",
     "muon_matrix_channel", "own_loss_matrix", "own_sign_momentum", "plain_small", "rwkv7", "ttt_linear", "ttt_mlp_small",
-    "write_gate_map",
+    "momentum_delta", "write_gate_map",
 }  # fmt: skip
 
 
@@ -86,7 +86,11 @@ def choices(rule):
     window = rule.window > 1, rule.window > rule.chunk_size, rule.chunk_size == 1
     parts = {"structure": structure, "optimizer": optimizer, "window": window}
     parts["retention"] = name(rule.retention), rule.retention.decay_first
-    others = {"objective": name(rule.objective), "features": name(rule.features), "linear": rule.is_linear}
+    others = {
+        "objective": name(rule.objective),
+        "features": name(rule.features),
+        "linear": (rule.is_linear, rule.is_linear_with_momentum),
+    }
     bounds = rule.step_bound is not None, rule.norm_bound is not None
     return {*itertools.combinations(sorted(parts.items()), 2), *others.items(), ("bounds", bounds)}
 

@@ -22,7 +22,7 @@ SPLIT_IF_SLOW = (
     "momentum_full_retention", "gated", "atlas", "atlas_convergent", "atlas_plus_plus", "muon_matrix_channel", "own_loss",
     "own_structure", "own_adam", "own_features", "own_retention", "titans_deep", "titans_online", "ttt_mlp",
     "delta_rule", "delta_rule_chunk8", "linear_attention", "retnet", "rwkv7_one_key", "delta_rule_channel_steps", "gla", "swla",
-    "titans_write_gate", "write_gate_channel_window", "write_gate_own_retention",
+    "titans_write_gate", "write_gate_channel_window", "write_gate_own_retention", "momentum_delta_full",
 )  # fmt: skip
 
 
@@ -110,13 +110,14 @@ SEGMENTS = np.array([[0] * 9 + [1] * 1 + [2] * 13 + [7] * 15, [3] * 38, [0, 1, 2
 SEGMENTED = [
     "linear_attention", "delta_rule", "delta_rule_decay", "gla", "channel_delta_momentum", "ttt_linear", "titans",
     "titans_long_chunk", "omeganet_window_over_chunk", "yaad_window", "atlas_every", "atlas_online",
-    "write_gate_channel_window", "write_gate_map", "titans_write_gate",
+    "write_gate_channel_window", "write_gate_map", "titans_write_gate", "momentum_delta",
 ]  # fmt: skip
 
 
 @each_name(
     SEGMENTED,
-    slow=set(SEGMENTED) - {"delta_rule", "channel_delta_momentum", "omeganet_window_over_chunk", "write_gate_map"},
+    slow=set(SEGMENTED)
+    - {"delta_rule", "channel_delta_momentum", "omeganet_window_over_chunk", "write_gate_map", "momentum_delta"},
 )
 def test_segments(name, x64):
     """Packed segments equal the reference, which resets by definition; with a stream cut inside a segment."""

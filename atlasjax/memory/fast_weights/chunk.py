@@ -47,7 +47,7 @@ def plan(rule: MemorySpec, params: MemoryParams, dtype: jnp.dtype, time: int | N
     """Sizes of a call of `time` tokens in `dtype` (None: many). Short calls use shorter chunks where that changes nothing."""
     dtype = blocks.product_dtype(dtype)
     few = _FREE_BLOCK if time is None else 1 << (time - 1).bit_length()
-    if rule.is_linear:
+    if rule.is_linear or rule.is_linear_with_momentum:
         block = _FREE_BLOCK if rule.objective.gradient_is_value else _SYSTEM_BLOCK
         if rule.retention.gate == "channel":
             block = _SYSTEM_BLOCK
@@ -238,7 +238,8 @@ def block_function(rule: MemorySpec, plan: Plan) -> BlockFunction:
     return dual.channel_block if rule.retention.gate == "channel" else dual.dual_block
 
 
-def _block_gates(slot: Slot, real: jax.Array | None) -> blocks.BlockGates:
+def block_gates(slot: Slot, real: jax.Array | None) -> blocks.BlockGates:
+    """The gates of a slot. real: which tokens of the window and the slot are real, None if all are."""
     gamma = blocks.window_matrix(slot.window_weights)
     if real is not None:
         gamma = jnp.where(real, gamma, 0.0)
@@ -322,7 +323,7 @@ def run_chunk(
 
     def run(memory: Weights, momentum: OptimizerState, tokens: _Gradients, slot: Slot) -> Written:
         gradients, factors, losses, real = tokens
-        gates, read, reference = _block_gates(slot, real), _read(rule, plan, params, slot, soup), None
+        gates, read, reference = block_gates(slot, real), _read(rule, plan, params, slot, soup), None
         if losses is not None:
             assert rule.step_bound is not None
             step, capped = rule.step_bound / rule.horizon, rule.optimizer.per_channel

@@ -17,6 +17,7 @@ U = Ũ − R̃ W_0ᵀ, W_end = W_0 Diag(A_end) + Uᵀ S̃ + Vᵀ K̃. The block 
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -43,6 +44,7 @@ from atlasjax.memory.fast_weights.chunk import Slot
 from atlasjax.memory.fast_weights.spec import MemorySpec
 from atlasjax.memory.fast_weights.state import MemoryParams
 from atlasjax.memory.gates import Weights
+from atlasjax.memory.grid import Tree
 from atlasjax.memory.products import wide_dtype
 
 # Number of tokens whose blocks are prepared and read together: enough work per operation, but small enough for a CPU's cache. The
@@ -381,14 +383,24 @@ def linear_scan(
         last, (before, u) = meshes.scan(step, W, (blocks, resets))
         return last, jax.vmap(jax.vmap(jax.vmap(read_slot)))(tokens, scores, before, u)
 
-    num_slots = slots.q.shape[0]
-    size = min(max(1, _GROUP_TOKENS // slots.q.shape[3]), num_slots)
+    W, y = in_groups(group, memory["W"], (slots, resets))
+    return y, {"W": W}
+
+
+_Slots = tuple[Slot, jax.Array | None]  # and whether each begins with a fresh memory
+
+
+def in_groups(
+    group: Callable[[Tree, _Slots], tuple[Tree, jax.Array]], carry: Tree, xs: _Slots
+) -> tuple[Tree, jax.Array]:
+    """All slots of a call, some at a time: `group` of a carry and some slots returns the carry after them and their y."""
+    num_slots, size = xs[0].q.shape[0], xs[0].q.shape[3]
+    size = min(max(1, _GROUP_TOKENS // size), num_slots)
     whole = num_slots // size * size
-    xs = (slots, resets)
     grouped = jax.tree.map(lambda x: x[:whole].reshape(-1, size, *x.shape[1:]), xs)
-    W, y = meshes.scan(group, memory["W"], grouped)
+    carry, y = meshes.scan(group, carry, grouped)
     y = y.reshape(whole, *y.shape[2:])
     if whole < num_slots:
-        W, rest = group(W, jax.tree.map(lambda x: x[whole:], xs))
+        carry, rest = group(carry, jax.tree.map(lambda x: x[whole:], xs))
         y = jnp.concatenate([y, rest])
-    return y, {"W": W}
+    return carry, y

@@ -9,6 +9,7 @@ from atlasjax.memory import grid
 from atlasjax.memory.fast_weights.chunk import Plan, Slot, Soup, Window, plan
 from atlasjax.memory.fast_weights.init import init_state
 from atlasjax.memory.fast_weights.linear import linear_scan
+from atlasjax.memory.fast_weights.linear_momentum import momentum_scan
 from atlasjax.memory.fast_weights.linear_pass import linear_pass
 from atlasjax.memory.fast_weights.slots import Carry, SlotInputs, cpu_lanes, from_slots, scan_slots, to_slots
 from atlasjax.memory.fast_weights.spec import MemorySpec
@@ -98,6 +99,9 @@ def _run_slots(
         run_blocks = linear_pass if by_kernel else linear_scan
         y, memory = run_blocks(rule, dtype, params, carry.memory, inputs[0], inputs[2])
         return y, carry._replace(memory=memory, chunk_start=memory)
+    if rule.is_linear_with_momentum:
+        y, memory, momentum = momentum_scan(rule, dtype, params, carry.memory, carry.momentum, inputs[0], inputs[2])
+        return y, carry._replace(memory=memory, momentum=momentum, chunk_start=memory)
     run = functools.partial(scan_slots, rule, sizes, dtype, fresh=fresh)
     lanes = cpu_lanes(sizes, params)
     if lanes == 1:

@@ -193,7 +193,25 @@ class MemorySpec(FamilyRule[MemoryParams, MemoryState]):
         return (delta and self.chunk_size == 1) or self.objective.gradient_is_value
 
     @property
+    def is_linear_with_momentum(self) -> bool:
+        """Whether a matrix memory and its momentum are written by a delta rule (`linear_momentum`), so that the block-parallel form
+        is exact and its block length has no effect. Not with a bound that acts, which makes steps depend on the memory."""
+        if (
+            not self.structure.is_matrix
+            or self.window > 1
+            or self.chunk_size > 1
+            or self.is_sequential
+            or self.is_bounded
+        ):
+            return False
+        if self.retention.gate == "channel" or self.optimizer.per_channel:
+            return False
+        return self.optimizer.is_linear and self.optimizer.has_momentum and self.objective.gradient_is_error
+
+    @property
     def undivided(self) -> str | None:
+        if self.is_linear_with_momentum:
+            return "its momentum would have to pass from device to device with its memory"
         if not self.is_linear:
             return "its memory after a part of the sequence is not a linear function of the memory before it"
         if self.optimizer.per_channel:

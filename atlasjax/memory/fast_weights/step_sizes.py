@@ -20,6 +20,7 @@ from atlasjax.memory.blocks import (
     Decays,
     Factors,
     applied,
+    before,
     decay_products,
     exact,
     gram,
@@ -59,11 +60,6 @@ class Origin(NamedTuple):
     losses: Losses
     moved: bool
     capped: bool
-
-
-def _before(x: jax.Array, first: float) -> jax.Array:
-    """x [m, …] shifted down by one row, with `first` in row 0."""
-    return jnp.concatenate([jnp.full_like(x[:1], first), x[:-1]])
 
 
 def _capped(origin: Origin, gates: BlockGates, decrease: jax.Array, square: jax.Array) -> jax.Array:
@@ -107,23 +103,23 @@ def dual_steps(
     step_size = _capped(origin, gates, windowed(origin.losses.decrease), row_sums(jnp.where(diagonal, products, 0.0)))
 
     moved = jnp.zeros_like(step_size)
-    a = None if decays.start is None else _before(decays.start, 1.0)
+    a = None if decays.start is None else before(decays.start, 1.0)
     if a is not None:
         moved = moved + (a - 1.0) * windowed(origin.losses.along)
     if origin.moved:
         change = jax.tree.map(jnp.subtract, memory, origin.weights)
         change = windowed(_along(origin.gradients, change))
         moved = moved + (change if a is None else a * change)
-    across = _before(decays.pairwise, 0.0)
+    across = before(decays.pairwise, 0.0)
     if momentum is not None:
         assert gates.momentum_decay is not None
         assert decays.momentum is not None
         assert decays.momentum_start is not None
         assert decays.started is not None
         pending = origin.horizon * gates.momentum_decay
-        share = _before(decays.started, 0.0) + pending * _before(decays.momentum_start, 1.0)
+        share = before(decays.started, 0.0) + pending * before(decays.momentum_start, 1.0)
         moved = moved + share * windowed(_along(origin.gradients, momentum))
-        across = exact(across, decays.momentum) + scaled_rows(pending, _before(decays.momentum, 0.0))
+        across = exact(across, decays.momentum) + scaled_rows(pending, before(decays.momentum, 0.0))
     return step_size * bounds.solve(moved, windowed(origin.losses.scale), scaled_columns(step_size, across * products))
 
 
@@ -149,14 +145,14 @@ def channel_steps(
     start, pairwise = decay_products(gates.retention)  # [m, D], [m, m, D]
     if gates.write_size is not None:
         pairwise = pairwise * gates.write_size[:, None]
-    across, a, share = _before(pairwise, 0.0), _before(start, 1.0), None
+    across, a, share = before(pairwise, 0.0), before(start, 1.0), None
     if momentum is not None:
         assert gates.momentum_decay is not None
         momentum_start, carried = decay_products(gates.momentum_decay)
         pending = origin.horizon * gates.momentum_decay
         started = jnp.einsum("tjd,j->td", pairwise, momentum_start, precision=highest)
-        share = _before(started, 0.0) + (pending * _before(momentum_start, 1.0))[:, None]
-        soon = pending[:, None] * _before(carried, 0.0)
+        share = before(started, 0.0) + (pending * before(momentum_start, 1.0))[:, None]
+        soon = pending[:, None] * before(carried, 0.0)
         across = jnp.einsum("tjd,ji->tid", across, carried, precision=highest) + soon[:, :, None]
 
     for name, G in gradients.items():
