@@ -16,6 +16,7 @@ from atlasjax.memory.fast_weights.rule import MemoryRule
 from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState
 from atlasjax.memory.gates import Gates
 from atlasjax.memory.log_linear import LogLinearRule, LogLinearState
+from atlasjax.memory.mesa import MesaParams, MesaRule, MesaState
 from atlasjax.memory.partition import Partition
 from atlasjax.memory.rule import Rule
 from atlasjax.memory.saved import load, save
@@ -38,6 +39,9 @@ __all__ = [
     "MemoryParams",
     "MemoryRule",
     "MemoryState",
+    "MesaParams",
+    "MesaRule",
+    "MesaState",
     "Partition",
     "Rule",
     "SoftmaxParams",
