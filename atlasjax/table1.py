@@ -1,7 +1,8 @@
 """A Table 1 as data: for every rule its objective, optimizer, retention and memory.
 
 `row` takes the entries from the components of the rule, so the table always agrees with the code. Only the write operation is given
-as text, next to the rule (`rules.register`). `python -m atlasjax.table1` prints the page `docs/rules.md`.
+as text, next to the rule (`rules.register`). A rule without such components has `characteristics`.
+`python -m atlasjax.table1` prints the page `docs/rules.md`.
 """
 
 import dataclasses
@@ -37,7 +38,7 @@ class Row:
     write: str
 
 
-def _context(rule: rules.Rule) -> str:
+def _context(rule: memory.MemoryRule | memory.SoftmaxRule) -> str:
     context = "one token" if rule.window == 1 else f"last c = {rule.window} tokens"
     if isinstance(rule, memory.SoftmaxRule):
         cached = "all tokens" if rule.cache_window is None else f"the last w = {rule.cache_window} tokens"
@@ -57,17 +58,21 @@ def row(name: str, rule: rules.Rule | None = None) -> Row:
     """
     factory = lookup("memory rule", name, rules.REGISTRY)
     rule = factory() if rule is None else rule
-    return Row(
-        name=name,
-        objective=rule.objective.summary(),
-        optimizer=rule.optimizer.summary() + (", η per channel" if rule.optimizer.per_channel else ""),
-        decay=rule.retention.summary() + (", before the gradient" if rule.retention.decay_first else ""),
-        depth=rule.structure.summary(),
-        capacity="D = ∞ (exp)" if isinstance(rule, memory.SoftmaxRule) else rule.features.summary(),
-        optimality=rule.optimizer.optimality,
-        context=_context(rule),
-        write=rules.WRITES[name],
-    )
+    described = rule.characteristics if hasattr(rule, "characteristics") else _of_parts(rule)
+    return Row(name=name, **described, write=rules.WRITES[name])
+
+
+def _of_parts(rule: memory.MemoryRule | memory.SoftmaxRule) -> dict[str, str]:
+    """The columns that follow from the components of a rule."""
+    return {
+        "objective": rule.objective.summary(),
+        "optimizer": rule.optimizer.summary() + (", η per channel" if rule.optimizer.per_channel else ""),
+        "decay": rule.retention.summary() + (", before the gradient" if rule.retention.decay_first else ""),
+        "depth": rule.structure.summary(),
+        "capacity": "D = ∞ (exp)" if isinstance(rule, memory.SoftmaxRule) else rule.features.summary(),
+        "optimality": rule.optimizer.optimality,
+        "context": _context(rule),
+    }
 
 
 _HEAD = """# The rules of A Table 1

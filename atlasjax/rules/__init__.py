@@ -14,6 +14,7 @@ from atlasjax.rules.delta import delta_rule, longhorn, longhorn_channel, gated_d
 from atlasjax.rules.delta import comba, gdn2, pgdn, pkda, momentum_delta
 from atlasjax.rules.deep import memora, moneta, titans, titans_no_momentum, ttt_linear, ttt_mlp, yaad
 from atlasjax.rules.atlas import atlas, atlas_plus_plus, deep_transformer, dla, dot, omeganet, swdt, swla
+from atlasjax.rules.regression import mesa
 from atlasjax.rules.registry import REGISTRY, WRITES, Rule, register
 
 # isort: on
@@ -38,6 +39,7 @@ __all__ = [
     "longhorn_channel",
     "mamba3",
     "memora",
+    "mesa",
     "momentum_delta",
     "moneta",
     "omeganet",

@@ -4,9 +4,10 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from atlasjax.memory.fast_weights.rule import MemoryRule
+from atlasjax.memory.mesa import MesaRule
 from atlasjax.memory.softmax import SoftmaxRule
 
-Rule = MemoryRule | SoftmaxRule
+Rule = MemoryRule | SoftmaxRule | MesaRule
 Factory = TypeVar("Factory", bound=Callable[..., Rule])
 
 REGISTRY: dict[str, Callable[..., Rule]] = {}

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from atlasjax import memory, rules
-from atlasjax.memory import MemoryRule, features, objectives, optimizers, retention, structures
+from atlasjax.memory import MemoryRule, features, objectives, retention, structures
 from atlasjax.memory.fast_weights.reference import read_one
 from atlasjax.memory.fast_weights.suggested import curvature
 from atlasjax.memory.suggested import initial_gates
@@ -169,7 +169,7 @@ LIKE_ANOTHER = (
 @pytest.mark.parametrize("rule", some_slow(rules.REGISTRY, LIKE_ANOTHER))
 def test_long_random_input_stays_finite(rule):
     """4,096 random tokens at the initial gates, default chunk: outputs, memory and momentum stay finite, and small."""
-    every = {"newton_schulz_every": 8} if isinstance(rules.REGISTRY[rule]().optimizer, optimizers.Muon) else {}
+    every = {"newton_schulz_every": 8} if rules.REGISTRY[rule]().has_fixed_steps else {}
     config = ModelConfig(
         dim=16, num_layers=1, num_heads=2, memory=MemoryConfig(rule, **every), dtype="float32", remat=False
     )
