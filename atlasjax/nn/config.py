@@ -22,6 +22,7 @@ from atlasjax.nn.recurrent_config import (
     HeadNormConfig,
     KDAConfig,
     Mamba3Config,
+    MesaConfig,
     RWKV7Config,
     SSMConfig,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "MelodiConfig",
     "MemorizingConfig",
     "MemoryConfig",
+    "MesaConfig",
     "ModelConfig",
     "RWKV7Config",
     "SSMConfig",
@@ -71,6 +73,7 @@ MIXER_NAMES = {
     "gated_deltanet": "atlasjax.nn.baselines.gated_deltanet:GatedDeltaNetMixer",
     "kda": "atlasjax.nn.baselines.kda:KDAMixer",
     "gdn2": "atlasjax.nn.baselines.gdn2:GDN2Mixer",
+    "mesa": "atlasjax.nn.baselines.mesa:MesaMixer",
     "rwkv7": "atlasjax.nn.baselines.rwkv7:RWKV7Mixer",
     "longhorn": "atlasjax.nn.baselines.longhorn:LonghornMixer",
     "log_linear": "atlasjax.nn.baselines.log_linear:LogLinearMixer",
@@ -178,7 +181,7 @@ class ModelConfig:
       attention: the attention of the mixers that have it.
       ssm: sizes of the state space models.
       head_norm: the norm of the heads' outputs in the recurrent mixers with heads.
-      gated_deltanet, kda, mamba3, rwkv7: the mixer of that name, and others that say so.
+      gated_deltanet, kda, mamba3, mesa, rwkv7: the mixer of that name, and others that say so.
       block_attention, elastic, memorizing, infini, melodi, block_recurrence, gam: config of the mixer of that name.
       norm: norm of the residual stream: "rms"; "rms_plus_one", with 1 + scale in place of the scale; or "layer", with a bias. Norms
         inside mixers follow their papers.
@@ -220,6 +223,7 @@ class ModelConfig:
     head_norm: HeadNormConfig = HeadNormConfig()
     gated_deltanet: GatedDeltaNetConfig = GatedDeltaNetConfig()
     kda: KDAConfig = KDAConfig()
+    mesa: MesaConfig = MesaConfig()
     rwkv7: RWKV7Config = RWKV7Config()
     block_attention: BlockAttentionConfig = BlockAttentionConfig()
     elastic: ElasticConfig = ElasticConfig()

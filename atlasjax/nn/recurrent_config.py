@@ -1,6 +1,7 @@
 """Configs of the recurrent mixers: state space models, delta rules and RWKV-7."""
 
 import dataclasses
+from typing import Literal
 
 from atlasjax import check
 
@@ -123,6 +124,28 @@ class KDAConfig:
         check.number("KDAConfig", "lower_bound", self.lower_bound, below=0, optional=True)
         for name in ("negative_eigenvalues", "gate_bias"):
             check.boolean("KDAConfig", name, getattr(self, name))
+
+
+@dataclasses.dataclass(frozen=True)
+class MesaConfig:
+    """MesaNet (mixer "mesa").
+
+    Attributes:
+      output_gate: whether the outputs of the heads are multiplied by SiLU(x W_z) after their norm.
+      solver, steps: those of `memory.MesaRule`.
+
+    Raises:
+      ValueError: a field is out of range.
+    """
+
+    output_gate: bool = False
+    solver: Literal["conjugate_gradient", "exact"] = "conjugate_gradient"
+    steps: int = 30
+
+    def __post_init__(self) -> None:
+        check.boolean("MesaConfig", "output_gate", self.output_gate)
+        check.choice("MesaConfig", "solver", self.solver, ("conjugate_gradient", "exact"))
+        check.integers(self, {"steps": 1})
 
 
 @dataclasses.dataclass(frozen=True)

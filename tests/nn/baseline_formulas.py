@@ -5,7 +5,7 @@ Slow and obvious. `p` is the nested dictionary of the mixer's parameters, float6
 
 import numpy as np
 
-from atlasjax.nn import GatedDeltaNetConfig, HeadNormConfig, KDAConfig, SSMConfig
+from atlasjax.nn import GatedDeltaNetConfig, HeadNormConfig, KDAConfig, MesaConfig, SSMConfig
 from tests.nn import mamba3_formula
 
 
@@ -161,6 +161,25 @@ def gdn2(p, x, config):
     return kda_output(p, run(step, start, q, k, read, w.reshape(v.shape) * v, alpha), x, config)
 
 
+def mesa(p, x, config):
+    dk, dv = config.resolved_head_dim, config.value_dim
+    inputs = linear(p["inputs"]["linear"], x)
+    mixed = silu(conv(p["inputs"]["conv"], inputs[..., : 2 * dk]))
+    q, k = unit(mixed[..., :dk]), unit(mixed[..., dk:])
+    v, z = inputs[..., 2 * dk : 2 * dk + dv], inputs[..., 2 * dk + dv :]
+    alpha, beta = np.moveaxis(sigmoid(linear(p["gates"], x) + p["gate_bias"]), 1, 0)
+    ridge = np.tile(0.25 + softplus(p["ridge"]), (len(x), 1, 1))
+
+    def step(S, q, k, v, alpha, beta, ridge):
+        H, G = S
+        H, G = alpha * H + beta * np.outer(k, k), alpha * G + beta * np.outer(v, k)
+        return (H, G), G @ np.linalg.solve(H + np.diag(ridge), q)
+
+    start = np.zeros((dk, dk)), np.zeros((dv, dk))
+    y = run(step, start, q, k, v, alpha, beta, ridge)
+    return gated_output(p, y, config, z if config.mesa.output_gate else None)
+
+
 def mamba_block(p, x, config, recur):
     u, z = np.moveaxis(linear(p["inputs"], x), 1, 0)
     u = silu(conv(p["conv"], u) + p["conv_bias"])
@@ -300,6 +319,7 @@ FORMULAS = {
     "gated_deltanet": gated_deltanet,
     "kda": kda,
     "gdn2": gdn2,
+    "mesa": mesa,
     "rwkv7": rwkv7,
     "longhorn": longhorn,
     "log_linear": log_linear,
@@ -320,6 +340,7 @@ FORMS = {
         {"kda": KDAConfig(value_heads=6, negative_eigenvalues=True, lower_bound=-5.0, rank=0, gate_bias=True)},
     ),
     "gdn2, three heads of values": ("gdn2", {"kda": KDAConfig(value_heads=6, negative_eigenvalues=True)}),
+    "mesa, solved exactly, with an output gate": ("mesa", {"mesa": MesaConfig(output_gate=True, solver="exact")}),
     "gla, one norm": ("gla", {"head_norm": HeadNormConfig(shared=True, eps=0.3)}),
     **mamba3_formula.FORMS,
 }

@@ -14,6 +14,7 @@ from atlasjax.nn.baselines.mamba2 import Mamba2Mixer
 from atlasjax.nn.baselines.mamba3 import Mamba3Mixer
 from atlasjax.nn.baselines.melodi import MelodiMixer
 from atlasjax.nn.baselines.memorizing import MemorizingMixer
+from atlasjax.nn.baselines.mesa import MesaMixer
 from atlasjax.nn.baselines.retnet import RetNetMixer
 from atlasjax.nn.baselines.rwkv7 import RWKV7Mixer
 
@@ -34,6 +35,7 @@ __all__ = [
     "MambaMixer",
     "MelodiMixer",
     "MemorizingMixer",
+    "MesaMixer",
     "RWKV7Mixer",
     "RetNetMixer",
 ]

@@ -109,7 +109,7 @@ class RecurrentMixer(Module):
 
 
 def with_caching(
-    config: ModelConfig, rule: memory.MemoryRule, num_heads: int, key_dim: int, rngs: nnx.Rngs
+    config: ModelConfig, rule: memory.Rule, num_heads: int, key_dim: int, rngs: nnx.Rngs
 ) -> tuple[memory.Rule, CacheGates | None]:
     """The rule of a recurrence with the config's Memory Caching and its gates; the rule itself and None without."""
     if config.caching is None:
@@ -153,13 +153,19 @@ class MatrixMixer(RecurrentMixer):
 
     def init_state(self, batch_size: int, max_length: int | None = None) -> RecurrentState:
         """The state before the first token. `max_length`: see `memory.init_state`."""
-        recurrence = start_memory(self.rule, batch_size, self.num_heads, self.key_dim, self.value_dim, max_length)
+        params = self.memory_params()
+        recurrence = memory.init_state(self.rule, params, batch_size=batch_size, max_length=max_length)
         return RecurrentState(self.start_inputs(batch_size, self.dtype), recurrence)
 
     def recur(
         self, tokens: Tokens, state: PyTree, segment_ids: jax.Array | None, max_segments: int | None
     ) -> tuple[jax.Array, PyTree]:
-        return run_memory(self.rule, tokens, state, segment_ids, max_segments, self.implementation)
+        params = self.memory_params()
+        return run_memory(self.rule, tokens, state, segment_ids, max_segments, self.implementation, params)
+
+    def memory_params(self) -> PyTree:
+        """What `memory.scan` takes: a matrix that starts at zero and is not learned."""
+        return _zero(self.num_heads, self.key_dim, self.value_dim)
 
 
 def _zero(num_heads: int, key_dim: int, value_dim: int) -> memory.MemoryParams:
@@ -181,13 +187,14 @@ def run_memory(
     segment_ids: jax.Array | None,
     max_segments: int | None,
     implementation: str | None = None,
+    params: PyTree = None,
 ) -> tuple[jax.Array, PyTree]:
     """`memory.scan` of a matrix memory that starts at zero; `memory.step` for one token of a stream.
 
-    implementation: of whole sequences. Pieces of a stream are read as with None.
+    implementation: of whole sequences. Pieces of a stream are read as with None. params: of a rule that needs others.
     """
     q, k, v, gates, _ = tokens
-    params = _zero(q.shape[2], q.shape[3], v.shape[3])
+    params = _zero(q.shape[2], q.shape[3], v.shape[3]) if params is None else params
     if state is not None and q.shape[1] == 1:
         q, k, v, gates = jax.tree.map(lambda a: a[:, 0], (q, k, v, gates))
         y, state = memory.step(rule, params, state, q, k, v, gates)
@@ -211,7 +218,7 @@ class HeadsMixer(MatrixMixer):
       rngs: source of the initial values.
     """
 
-    def __init__(self, config: ModelConfig, rule: memory.MemoryRule, *, num_heads: int | None = None, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, rule: memory.Rule, *, num_heads: int | None = None, rngs: nnx.Rngs):
         self.num_heads = config.num_heads if num_heads is None else num_heads
         self.key_dim = config.resolved_head_dim
         self.value_dim = config.value_dim
@@ -233,25 +240,28 @@ class HeadsMixer(MatrixMixer):
 
 
 class HeadProjections(Module):
-    """Several inputs per head in one matmul. With `conv_width` the first three go through SiLU(conv(·)).
+    """Several inputs per head in one matmul. With `conv_width` the first ones go through SiLU(conv(·)).
 
     Args:
       dim: width of the layer input.
       num_heads: number of heads.
       sizes: size of each input in one head.
-      conv_width: taps of the causal convolution of the first three inputs. None: neither convolution nor SiLU.
+      conv_width: taps of the causal convolution. None: neither convolution nor SiLU.
+      convolved: number of inputs that it applies to.
       rngs: source of the initial values.
     """
 
     def __init__(
-        self, dim: int, num_heads: int, sizes: tuple[int, ...], conv_width: int | None = None, *, rngs: nnx.Rngs
-    ):
+        self, dim: int, num_heads: int, sizes: tuple[int, ...], conv_width: int | None = None, convolved: int = 3, *,
+        rngs: nnx.Rngs,
+    ):  # fmt: skip
         self.ends = tuple(sum(sizes[: i + 1]) for i in range(len(sizes)))
+        self.convolved = self.ends[convolved - 1]
         self.linear = Linear((dim, num_heads, self.ends[-1]), ("embed", "heads", None), rngs=rngs)
         if conv_width is None:
             self.conv = None
         else:
-            self.conv = CausalConv(conv_width, (num_heads, self.ends[2]), ("heads", None), rngs=rngs)
+            self.conv = CausalConv(conv_width, (num_heads, self.convolved), ("heads", None), rngs=rngs)
 
     def start(self, batch_size: int, dtype: jnp.dtype) -> jax.Array | None:
         """The convolution's state before the first token. None without a convolution."""
@@ -264,8 +274,8 @@ class HeadProjections(Module):
         inputs = self.linear(x)
         if self.conv is not None:
             assert state is not None
-            mixed, state = self.conv(inputs[..., : self.ends[2]], state, segment_ids)
-            inputs = jnp.concatenate([jax.nn.silu(mixed).astype(x.dtype), inputs[..., self.ends[2] :]], axis=-1)
+            mixed, state = self.conv(inputs[..., : self.convolved], state, segment_ids)
+            inputs = jnp.concatenate([jax.nn.silu(mixed).astype(x.dtype), inputs[..., self.convolved :]], axis=-1)
         return jnp.split(inputs, self.ends[:-1], axis=-1), state
 
 
