@@ -19,6 +19,7 @@ from atlasjax.mixers import (
     attention,
     block_recurrence,
     convolution,
+    delta_product,
     gam,
     infini,
     log_linear,
@@ -129,6 +130,11 @@ def mixer_calls():
     stream = {"weights": floats(B, T, H, state.states.shape[2]), "state": state}
     yield "log_linear.extend", log_linear.extend, {}, tokens | stream
     yield "log_linear.segment_weights", log_linear.segment_weights, {}, {"connector": X, "keys": X, "segment_ids": IDS}
+    writes = {"k": floats(B, T, 2, H, D), "v": floats(B, T, 2, H, D)}
+    gates = memory.Gates(retention=floats(B, T, H), step_size=floats(B, T, 2, H))
+    rows = {**tokens, **writes, "segment_ids": IDS}
+    yield "delta_product.interleaved", delta_product.interleaved, {"gates": gates}, rows
+    yield "delta_product.last_reads", delta_product.last_reads, {"writes": 5}, {"y": X}
     yield "rotary", rotary.rotate, {}, {"x": X, "position": IDS}
 
 
