@@ -18,6 +18,7 @@ from atlasjax.nn.attention_config import AttentionConfig, AttentionSizes
 from atlasjax.nn.caching_config import CachingConfig
 from atlasjax.nn.memory_config import MemoryConfig
 from atlasjax.nn.recurrent_config import (
+    DeltaProductConfig,
     GatedDeltaNetConfig,
     HeadNormConfig,
     KDAConfig,
@@ -33,6 +34,7 @@ __all__ = [
     "BlockRecurrenceConfig",
     "BranchConfig",
     "CachingConfig",
+    "DeltaProductConfig",
     "ElasticConfig",
     "GAMConfig",
     "GatedDeltaNetConfig",
@@ -74,6 +76,7 @@ MIXER_NAMES = {
     "kda": "atlasjax.nn.baselines.kda:KDAMixer",
     "gdn2": "atlasjax.nn.baselines.gdn2:GDN2Mixer",
     "mesa": "atlasjax.nn.baselines.mesa:MesaMixer",
+    "gated_deltaproduct": "atlasjax.nn.baselines.gated_deltaproduct:GatedDeltaProductMixer",
     "rwkv7": "atlasjax.nn.baselines.rwkv7:RWKV7Mixer",
     "longhorn": "atlasjax.nn.baselines.longhorn:LonghornMixer",
     "log_linear": "atlasjax.nn.baselines.log_linear:LogLinearMixer",
@@ -181,7 +184,7 @@ class ModelConfig:
       attention: the attention of the mixers that have it.
       ssm: sizes of the state space models.
       head_norm: the norm of the heads' outputs in the recurrent mixers with heads.
-      gated_deltanet, kda, mamba3, mesa, rwkv7: the mixer of that name, and others that say so.
+      gated_deltanet, gated_deltaproduct, kda, mamba3, mesa, rwkv7: the mixer of that name, and others that say so.
       block_attention, elastic, memorizing, infini, melodi, block_recurrence, gam: config of the mixer of that name.
       norm: norm of the residual stream: "rms"; "rms_plus_one", with 1 + scale in place of the scale; or "layer", with a bias. Norms
         inside mixers follow their papers.
@@ -224,6 +227,7 @@ class ModelConfig:
     gated_deltanet: GatedDeltaNetConfig = GatedDeltaNetConfig()
     kda: KDAConfig = KDAConfig()
     mesa: MesaConfig = MesaConfig()
+    gated_deltaproduct: DeltaProductConfig = DeltaProductConfig()
     rwkv7: RWKV7Config = RWKV7Config()
     block_attention: BlockAttentionConfig = BlockAttentionConfig()
     elastic: ElasticConfig = ElasticConfig()

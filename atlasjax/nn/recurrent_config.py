@@ -149,6 +149,30 @@ class MesaConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class DeltaProductConfig:
+    """Gated DeltaProduct (mixer "gated_deltaproduct").
+
+    Attributes:
+      writes: n, number of writes for each token, each with its own key, value and β. With 1 it is Gated DeltaNet.
+      value_heads, negative_eigenvalues: as in `GatedDeltaNetConfig`.
+      forget_gate: whether the memory decays before the first write of a token. Without it the mixer is DeltaProduct.
+
+    Raises:
+      ValueError: a field is out of range.
+    """
+
+    writes: int = 2
+    value_heads: int | None = None
+    negative_eigenvalues: bool = True
+    forget_gate: bool = True
+
+    def __post_init__(self) -> None:
+        check.integers(self, {"writes": 1, "value_heads": 1}, ("value_heads",))
+        for name in ("negative_eigenvalues", "forget_gate"):
+            check.boolean("DeltaProductConfig", name, getattr(self, name))
+
+
+@dataclasses.dataclass(frozen=True)
 class RWKV7Config:
     """RWKV-7's time mixing (mixer "rwkv7").
 

@@ -42,6 +42,7 @@ BASELINES: dict[str, dict[str, Any]] = {
     "deltanet": {"mixer": "deltanet"},
     "gated-deltanet": {"mixer": "gated_deltanet", "value_expansion": 2},
     "gated-deltanet-h2": {"mixer": ("mamba2", "gated_deltanet", "swa")},
+    "gated-deltaproduct": {"mixer": "gated_deltaproduct", "value_expansion": 2},
     "mamba": {"mixer": "mamba", "ffn": "none"},
     "mamba2": {"mixer": "mamba2", "ffn": "none"},
     "mamba3": {"mixer": "mamba3"},

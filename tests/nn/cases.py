@@ -1,6 +1,9 @@
 """The mixers that the tests of this folder stream and train, each in its own file. tests/test_models.py covers the others."""
 
-from tests.nn.baseline_formulas import FORMULAS
+from tests.nn import baseline_formulas, delta_formulas
+
+FORMULAS = baseline_formulas.FORMULAS | delta_formulas.FORMULAS
+FORMS = baseline_formulas.FORMS | delta_formulas.FORMS
 
 BASELINES = list(FORMULAS)  # test_baselines
 HYBRIDS = ("attention", "swa", "mag", "mal", "mac")  # test_hybrids

@@ -15,8 +15,7 @@ from atlasjax.nn import CachingConfig, KDAConfig, Mamba3Config, ModelConfig, SSM
 from atlasjax.nn.mixers import MIXERS
 from atlasjax.train.optimizer import decay_mask
 from tests.marks import some_slow
-from tests.nn.baseline_formulas import FORMS, FORMULAS
-from tests.nn.cases import BASELINES
+from tests.nn.cases import BASELINES, FORMS, FORMULAS
 
 DIM, HEADS, KEY, BATCH, TIME = 12, 2, 4, 2, 14
 EACH = list(dict.fromkeys([*BASELINES, *FORMS]))

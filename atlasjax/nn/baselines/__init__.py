@@ -3,6 +3,7 @@
 from atlasjax.nn.baselines.block_recurrence import BlockRecurrenceMixer
 from atlasjax.nn.baselines.deltanet import DeltaNetMixer
 from atlasjax.nn.baselines.gated_deltanet import GatedDeltaNetMixer
+from atlasjax.nn.baselines.gated_deltaproduct import GatedDeltaProductMixer
 from atlasjax.nn.baselines.gdn2 import GDN2Mixer
 from atlasjax.nn.baselines.gla import GLAMixer
 from atlasjax.nn.baselines.infini import InfiniMixer
@@ -24,6 +25,7 @@ __all__ = [
     "GDN2Mixer",
     "GLAMixer",
     "GatedDeltaNetMixer",
+    "GatedDeltaProductMixer",
     "InfiniMixer",
     "KDAMixer",
     "LogLinearMamba2Mixer",

@@ -6,7 +6,7 @@ from flax import nnx
 
 from atlasjax import memory, rules
 from atlasjax.nn.baselines.recurrent import HeadProjections, HeadsMixer, Tokens, float32_product
-from atlasjax.nn.baselines.step_sizes import log_rates, step_bias
+from atlasjax.nn.baselines.step_sizes import decay, log_rates, step_bias
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.layers import Linear, l2_normalize
 from atlasjax.nn.parameters import param
@@ -60,5 +60,5 @@ class GatedDeltaNetMixer(HeadsMixer):
         q, k, v, z = shared(q), shared(k), split(v), split(z)
         logits = float32_product(x, self.gates)
         beta = self.largest_step * jax.nn.sigmoid(logits[:, :, 0])
-        decay = jnp.exp(self.A_log[None, None]) * jax.nn.softplus(logits[:, :, 1] + self.dt_bias[None, None])
-        return Tokens(q, k, v, memory.Gates(retention=jnp.exp(-decay), step_size=beta), z), inputs
+        alpha = decay(logits[:, :, 1], self.A_log[...], self.dt_bias[...])
+        return Tokens(q, k, v, memory.Gates(retention=alpha, step_size=beta), z), inputs

@@ -230,7 +230,9 @@ class HeadsMixer(MatrixMixer):
         else:
             self.norm = RMSNorm((self.num_heads, self.value_dim), ("heads", None), eps)
         self.out = output_projection(config, rngs, inner=self.num_heads * self.value_dim)
-        self.rule, self.cache = with_caching(config, rule, self.num_heads, self.key_dim, rngs)
+        self.rule = rule
+        if type(self).takes_caching:
+            self.rule, self.cache = with_caching(config, rule, self.num_heads, self.key_dim, rngs)
 
     def output(self, y: jax.Array, tokens: Tokens) -> jax.Array:
         y = self.norm(y)

@@ -1,4 +1,4 @@
-"""Initial values of step sizes Δ = softplus(… + bias) and decay rates, as published for Mamba."""
+"""Step sizes Δ = softplus(… + bias), decay rates and their initial values, as published for Mamba."""
 
 import math
 
@@ -18,3 +18,8 @@ def step_bias(rngs: nnx.Rngs, count: int) -> jax.Array:
 def log_rates(rngs: nnx.Rngs, count: int, low: float, high: float) -> jax.Array:
     """Logarithms [count] of rates that are uniform in [low, high], with low > 0."""
     return jnp.log(jax.random.uniform(rngs.params(), (count,), jnp.float32, low, high))
+
+
+def decay(logits: jax.Array, A_log: jax.Array, bias: jax.Array) -> jax.Array:
+    """α = exp(−exp(A_log) softplus(logits + bias)), [batch, time, heads]. A_log and bias: [heads]."""
+    return jnp.exp(-jnp.exp(A_log[None, None]) * jax.nn.softplus(logits + bias[None, None]))
