@@ -123,25 +123,29 @@ def gdn2() -> MemoryRule:
     return _with_read_key(retention.Channel(decay_first=True))
 
 
-@register("W_t = W̃ + η (v − W̃ p) kᵀ, W̃ = α W_{t−1}")
+@register("W_t = α W_{t−1} + η (v − W_{t−1} p) kᵀ")
 def comba() -> MemoryRule:
-    """W_t = W̃_t + η_t (v_t − W̃_t p_t) k_tᵀ, W̃_t = α_t W_{t−1}: Comba (arXiv 2506.02475).
+    """W_t = α_t W_{t−1} + η_t (v_t − W_{t−1} p_t) k_tᵀ: Comba (arXiv 2506.02475), whose transition is α I − η p kᵀ.
 
     Gates: α (`retention`), the read key p (`removal_key`; a multiple of k in Comba), and η = β (`step_size`). Comba reads at
-    q − d p. fla: chunk_comba(q, k, v, p, g, beta), with g = log α.
+    q − d p. fla: chunk_comba(q, k, v, p, g, beta), with g = log α. Its naive_recurrent_comba decays first, which is another
+    function than its kernels.
 
-    With bounds by default, η pᵀk ≤ 2: up to a reflection. `rules.comba().unbounded()` is the recurrence as published.
+    With bounds by default, η pᵀk ≤ 1, so that α − η pᵀk ≥ −1. `rules.comba().unbounded()` is the recurrence as published.
     """
-    return _with_read_key(retention.Scalar(decay_first=True))
+    return _with_read_key(retention.Scalar(), Bound())
 
 
+@register("W_t = W̃ + η (v − W̃ r) kᵀ, W̃ = α W_{t−1}, k = m ⊙ r")
 def pgdn() -> MemoryRule:
     """W_t = W̃_t + η_t (v_t − W̃_t k_t)(m_t ⊙ k_t)ᵀ, W̃_t = α_t W_{t−1}: preconditioned Gated DeltaNet (arXiv 2604.21100).
 
-    m is the inverse of a diagonal estimate of the curvature. The rule is `comba`, whose k is the write key m ⊙ k here, and whose
-    read key (`removal_key`) is k. fla: naive_recurrent_precond_gated_delta_rule.
+    m is the inverse of a diagonal estimate of the curvature (`mixers.curvature`). Gates: α (`retention`), η (`step_size`), and k as
+    the read key (`removal_key`), where the k of a call is the write key m ⊙ k. fla: chunk_precond_gated_delta_rule.
+
+    With bounds by default, η kᵀ(m ⊙ k) ≤ 2: up to a reflection. `rules.pgdn().unbounded()` is the recurrence as published.
     """
-    return comba()
+    return _with_read_key(retention.Scalar(decay_first=True))
 
 
 def pkda() -> MemoryRule:
@@ -152,8 +156,8 @@ def pkda() -> MemoryRule:
     return gdn2()
 
 
-def _with_read_key(decay: retention.Retention) -> MemoryRule:
+def _with_read_key(decay: retention.Retention, bound: Bound = _REFLECTING) -> MemoryRule:
     return MemoryRule(
         structures.Matrix(), objectives.DeltaKeys(), optimizer=optimizers.GradientDescent(), retention=decay,
-        chunk_size=1, bound=_REFLECTING,
+        chunk_size=1, bound=bound,
     )  # fmt: skip

@@ -41,6 +41,7 @@ RULES: dict[str, MemoryRule] = {
     "rwkv7_one_key": rules.rwkv7_one_key(),
     "gdn2": rules.gdn2(),
     "comba": rules.comba(),
+    "pgdn": rules.pgdn(),
     "read_key_decays_last": dataclasses.replace(rules.gdn2(), retention=retention.Channel()),
     "delta_rule_channel_steps": MemoryRule(
         MATRIX, objectives.L2(), optimizer=optimizers.GradientDescent(per_channel=True), chunk_size=1

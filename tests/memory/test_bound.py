@@ -154,7 +154,7 @@ def test_a_delta_rule_steps_no_further_than_a_reflection_along_its_read_key(x64)
 
     def written(eta, read_key):
         gates = memory.Gates(retention=jnp.ones(1), step_size=jnp.array([eta]), removal_key=token(read_key))
-        _, state = memory.scan(rules.comba(), params, None, token(k), token(k), token(v), gates)
+        _, state = memory.scan(rules.pgdn(), params, None, token(k), token(k), token(v), gates)
         return state.memory["W"][0, 0]
 
     error = v - W @ r

@@ -90,6 +90,10 @@ def gdn2(W, x, past):
 
 
 def comba(W, x, past):
+    return x.retention * W + x.step_size * np.outer(x.v - W @ x.removal_key, x.k)
+
+
+def pgdn(W, x, past):
     W = x.retention * W
     return W + x.step_size * np.outer(x.v - W @ x.removal_key, x.k)
 
@@ -137,6 +141,7 @@ ROWS = {
     "rwkv7_one_key": (rules.rwkv7_one_key(), rwkv7_one_key),
     "gdn2": (rules.gdn2().unbounded(), gdn2),
     "comba": (rules.comba().unbounded(), comba),
+    "pgdn": (rules.pgdn().unbounded(), pgdn),
     "titans_no_momentum": (rules.titans_no_momentum(1, MATRIX), titans_no_momentum),
     "moneta_row": (rules.moneta(1, q=2.0, structure=MATRIX), moneta_row),
     "yaad": (rules.yaad(1, MATRIX), yaad),

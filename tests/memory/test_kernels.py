@@ -22,7 +22,7 @@ SUPPORTED = {
     "titans_matrix", "titans_no_momentum", "titans_deep", "dla", "swla", "omeganet", "omeganet_powers", "omeganet_sketch",
     "momentum_full_retention", "gated", "gated_small", "moneta_row", "atlas", "atlas_plus_plus", "titans_unbounded",
     "titans_at_its_limits", "own_features", "deep_small", "yaad", "ttt_linear", "ttt_mlp", "ttt_mlp_small", "gla", "rwkv7",
-    "rwkv7_one_key", "delta_rule_decay", "gdn2", "comba", "read_key_decays_last",
+    "rwkv7_one_key", "delta_rule_decay", "gdn2", "comba", "pgdn", "read_key_decays_last",
 }  # fmt: skip
 
 
@@ -45,7 +45,7 @@ PALLAS = functools.partial(memory.scan, implementation="pallas_tpu")
     "name",
     [
         if_slow("delta_rule"), "gated_delta_rule", "longhorn", "gla", "rwkv7", if_slow("rwkv7_one_key"), "gdn2",
-        if_slow("comba"), if_slow("read_key_decays_last"),
+        if_slow("comba"), if_slow("pgdn"), if_slow("read_key_decays_last"),
         if_slow("delta_rule_decay"),
         if_slow("titans_matrix"), if_slow("omeganet"), if_slow("titans"),
         if_slow("moneta_row"), if_slow("swla"), if_slow("polysketch"), if_slow("dla"), if_slow("gated"), if_slow("yaad"),
