@@ -72,7 +72,9 @@ MAY_IMPORT = {
         "atlasjax",
         "atlasjax.data",
         "atlasjax.distributed",
+        "atlasjax.memory",
         "atlasjax.nn",
+        "atlasjax.rules",
         "atlasjax.storage",
         "atlasjax.train",
     }

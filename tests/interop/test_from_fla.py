@@ -1,0 +1,269 @@
+"""Calls of flash-linear-attention's functions, against its slow functions in PyTorch: values, final states, gradients."""
+
+import functools
+import importlib.metadata
+import importlib.util
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from atlasjax import memory
+from atlasjax.interop import from_fla, to_fla_state
+from atlasjax.interop.fla_calls import PEERS
+
+NEEDS = "needs the extra 'oracle' (torch, fla-core)"
+try:
+    FLA = importlib.metadata.distribution("fla-core")
+    torch = importlib.import_module("torch")
+except ImportError:
+    FLA = None
+needs_fla = pytest.mark.skipif(FLA is None, reason=NEEDS)
+pytestmark = pytest.mark.usefixtures("compile_fast")
+
+SIZES = {"b": 2, "t": 37, "h": 2, "n": 4, "k": 4, "v": 6}
+
+
+@functools.cache
+def naive(operation):
+    """The module fla/ops/<operation>/naive.py, without its package, which needs Triton."""
+    path = FLA.locate_file(f"fla/ops/{operation}/naive.py")
+    spec = importlib.util.spec_from_file_location(f"from_fla_naive_{operation.replace('/', '_')}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def heads_first(function):
+    """For slow functions of [batch, heads, time, …]."""
+
+    def call(*arrays, **options):
+        y, S = function(*(x.transpose(1, 2) for x in arrays), **options)
+        return y.transpose(1, 2), S
+
+    return call
+
+
+def grouped(function):
+    """For slow functions without groups: each head of q and k serves several of v."""
+
+    def call(q, k, v, *gates, **options):
+        repeat = lambda x: x.repeat_interleave(v.shape[2] // q.shape[2], dim=2)
+        return function(repeat(q), repeat(k), v, *gates, **options)
+
+    return call
+
+
+def linear(q, k, v, **options):
+    return naive("linear_attn").naive_recurrent_linear_attn(q, k, v, **options)
+
+
+def retention(q, k, v, **options):
+    g = torch.log(1 - 2.0 ** (-5.0 - torch.arange(q.shape[2]))).expand(q.shape[:3])
+    y, S = simple_gla(q, k, v, g, **options)
+    fresh = naive("retention").naive_retention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+    torch.testing.assert_close(simple_gla(q, k, v, g)[0], fresh, rtol=1e-4, atol=1e-5)
+    return y, S
+
+
+def simple_gla(q, k, v, g, g_gamma=None, **options):
+    g = g if g_gamma is None else g + g_gamma
+    return naive("simple_gla").naive_recurrent_simple_gla(q, k, v, g, **options)
+
+
+def gla(q, k, v, g, gv=None, **options):
+    return naive("gla").naive_recurrent_gla(q, k, v, g, **options)
+
+
+def delta_rule(q, k, v, beta, **options):
+    return heads_first(naive("delta_rule").delta_rule_recurrence)(q, k, v, beta, **options)
+
+
+def gated_delta_rule(q, k, v, g, beta, **options):
+    return grouped(naive("gated_delta_rule").naive_recurrent_gated_delta_rule)(q, k, v, beta, g, **options)
+
+
+def kda(q, k, v, g, beta, **options):
+    return naive("kda").naive_recurrent_kda(q, k, v, g, beta, **options)
+
+
+def both_decays(q, k, v, g, gk, beta, **options):
+    return kda(q, k, v, g[..., None] + gk, beta, **options)
+
+
+def dplr(q, k, v, a, b, gk, **options):
+    return heads_first(naive("generalized_delta_rule/dplr").dplr_recurrence)(q, k, v, a, b, gk, **options)
+
+
+def rwkv7(r, w, k, v, a, b, scale=None, **options):
+    y, S = dplr(r, k, v, a, b, w, **options)
+    return y * r.shape[-1] ** 0.5 if scale == 1 else y, S
+
+
+def rwkv7_rates(r, w, k, v, kk, a, **options):
+    return rwkv7(r, w, k, v, -kk, kk * a, scale=1, **options)
+
+
+def iplr(q, k, v, a, b, **options):
+    return heads_first(naive("generalized_delta_rule/iplr").iplr_recurrence)(q, k, v, a, b, **options)
+
+
+# Ours → (theirs, options of ours); functions that only another kernel distinguishes are in SAME.
+CASES = {
+    "chunk_linear_attn": (linear, {"normalize": False}),
+    "fused_recurrent_linear_attn": (linear, {}),
+    "chunk_retention": (retention, {}),
+    "chunk_simple_gla": (simple_gla, {}),
+    "parallel_simple_gla": (simple_gla, {}),
+    "chunk_gla": (gla, {}),
+    "fused_recurrent_gla": (gla, {"gv": None}),
+    "chunk_delta_rule": (delta_rule, {}),
+    "fused_recurrent_delta_rule": (delta_rule, {}),
+    "chunk_gated_delta_rule": (gated_delta_rule, {}),
+    "fused_recurrent_gated_delta_rule": (both_decays, {"gv": None}),
+    "chunk_kda": (kda, {}),
+    "chunk_rwkv7": (functools.partial(rwkv7, scale=1), {}),
+    "fused_recurrent_rwkv7": (rwkv7, {}),
+    "fused_mul_recurrent_rwkv7": (rwkv7_rates, {}),
+    "chunk_dplr_delta_rule": (dplr, {}),
+    "chunk_iplr_delta_rule": (iplr, {}),
+}
+WITH_GRADIENTS = ("chunk_kda", "chunk_rwkv7")
+
+
+def inputs(name, leave_out=()):
+    """Arrays by the function's names, in its order. Unit keys, so that no recurrence diverges; a and b of an RWKV-7."""
+    rng = np.random.default_rng(0)
+    found = {}
+    for array, axes in PEERS[name].arrays.items():
+        shape = tuple(SIZES[axis] for axis in axes.strip("-?"))
+        if array in leave_out:
+            continue
+        if "-" in axes:
+            x = np.log(rng.uniform(0.6, 1.0, shape))
+        elif array in ("beta", "b", "w") or (array == "a" and "kk" in found):
+            x = rng.uniform(0.1, 0.9, shape)
+        else:
+            x = rng.normal(size=shape)
+        if array in ("k", "kk", "a", "p") and not (array == "a" and "kk" in found):
+            x = x / np.linalg.norm(x, axis=-1, keepdims=True)
+        if array == "b" and "a" in found:
+            x = -x * found["a"]
+        found[array] = x.astype(np.float32)
+    return found
+
+
+def state_of(name):
+    heads = "n" if "n" in PEERS[name].axes else "h"
+    shape = tuple(SIZES[axis] for axis in f"b{heads}kv")
+    return np.random.default_rng(1).normal(size=shape).astype(np.float32)
+
+
+def close(got, want, what):
+    want = want.detach().numpy()
+    np.testing.assert_allclose(got, want, rtol=0, atol=2e-5 * np.abs(want).max(), err_msg=what)
+
+
+@needs_fla
+@pytest.mark.parametrize("name", CASES)
+def test_values_states_and_gradients(name):
+    theirs, options = CASES[name]
+    arrays, start = inputs(name, options), state_of(name)
+    tensors = {key: torch.tensor(x, requires_grad=True) for key, x in {**arrays, "initial_state": start}.items()}
+    *given, first = tensors.values()
+    expected, final = theirs(*given, initial_state=first, output_final_state=True)
+
+    def ours(arrays, start):
+        call = from_fla(name, **arrays, initial_state=start, **options)
+        y, state = memory.scan(*call)
+        S = to_fla_state(state)
+        return jnp.sum(y**2) + jnp.sum(S**2), (y, S)
+
+    if name not in WITH_GRADIENTS:
+        _, (y, S) = jax.jit(ours)(arrays, start)
+    else:
+        gradients, (y, S) = jax.jit(jax.grad(ours, argnums=(0, 1), has_aux=True))(arrays, start)
+        ((expected**2).sum() + (final**2).sum()).backward()
+        for key, gradient in {**gradients[0], "initial_state": gradients[1]}.items():
+            close(gradient, tensors[key].grad, f"gradient of {key}")
+    close(y, expected, "values")
+    close(S, final, "final state")
+
+
+def test_every_function_has_a_case():
+    covered = {(PEERS[name].axes, PEERS[name].translate, PEERS[name].scale) for name in CASES}
+    names = [name for name, peer in PEERS.items() if (peer.axes, peer.translate, peer.scale) not in covered]
+    assert names == []
+
+
+@needs_fla
+def test_normalized_and_scaled():
+    name = "fused_recurrent_kda"
+    arrays, start = inputs(name), state_of(name)
+    call = from_fla(
+        name, **arrays, scale=0.3, use_qk_l2norm_in_kernel=True, initial_state=start.swapaxes(2, 3), state_v_first=True
+    )
+    y, state = memory.scan(*call)
+    unit = lambda x: x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+    q, k, *rest = map(torch.tensor, arrays.values())
+    given = {"scale": 0.3, "initial_state": torch.tensor(start), "output_final_state": True}
+    expected, final = kda(unit(q), unit(k), *rest, **given)
+    close(y, expected, "values")
+    close(to_fla_state(state, state_v_first=True).swapaxes(2, 3), final, "final state")
+
+
+def test_positional_arguments_are_in_their_order():
+    arrays = inputs("chunk_rwkv7")
+    by_name, by_place = from_fla("chunk_rwkv7", **arrays), from_fla("chunk_rwkv7", *arrays.values())
+    jax.tree.map(np.testing.assert_array_equal, by_name[3:], by_place[3:])
+    assert by_place.q.dtype == np.float32
+    half = {key: jnp.asarray(x, jnp.bfloat16) for key, x in arrays.items()}
+    call = from_fla("chunk_rwkv7", **half)
+    assert (call.q.dtype, call.gates.retention.dtype) == (jnp.bfloat16, jnp.float32)
+
+
+def test_missing_gates_are_ones():
+    arrays = inputs("chunk_simple_gla", ("g", "g_gamma"))
+    found = from_fla("chunk_simple_gla", **arrays).gates
+    assert float(found.retention.min()) == float(found.step_size.max()) == 1.0
+    assert float(from_fla("fused_recurrent_delta_rule", **arrays).gates.step_size.min()) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("chunk_kdaa", {}, "Did you mean 'chunk_kda'"),
+        ("chunk_kda", {"g": np.zeros((2, 37, 4), np.float32)}, r"\(q, k, v, g, beta\): g has shape \(2, 37, 4\), should be"),
+        ("chunk_kda", {"beta": None}, "beta is missing"),
+        ("chunk_kda", {"k": np.zeros((2, 36, 2, 4), np.float32)}, r"k has shape .*, should be \[2, 37, 2, 4\]"),
+        ("chunk_kda", {"v": np.zeros((2, 37, 3, 6), np.float32)}, "v has 3 heads, should be a multiple of 2"),
+        ("chunk_gated_delta_rule", {"g": np.ones((2, 37, 4), np.float32)}, "g is 1 at its largest; a log decay is at most 0"),
+        ("chunk_gla", {"head_first": False}, "head_first is False; it has been removed"),
+        ("chunk_linear_attn", {}, "normalize is True; it should be False"),
+        ("chunk_kda", {"use_gate_in_kernel": True}, "softplus"),
+        ("chunk_kda", {"cu_seqlens": np.array([0, 37])}, "segment_ids"),
+        ("chunk_kda", {"initial_state": np.zeros((2, 4, 6, 4), np.float32)}, r"should be \[2, 4, 4, 6\]"),
+        ("chunk_kda", {"scale": 0}, "scale must be a number > 0"),
+        ("fused_recurrent_gla", {"gv": np.zeros((2, 37, 2, 6), np.float32)}, "gv is given"),
+        ("chunk_rwkv7", {"a": np.zeros((2, 37, 2, 4), np.float32)}, "b is not 0 where a is"),
+    ],
+)  # fmt: skip
+def test_refused(name, change, message):
+    arrays = inputs(name, ("gk", "gv")) if name in PEERS else {}
+    with pytest.raises(ValueError, match=message) as refused:
+        from_fla(name, **{**arrays, **change})
+    assert "\n" not in str(refused.value)
+
+
+def test_arguments_that_are_none_of_theirs():
+    arrays = inputs("chunk_kda")
+    with pytest.raises(TypeError, match=re.escape("there is no argument 'gk'")):
+        from_fla("chunk_kda", **arrays, gk=arrays["g"])
+    with pytest.raises(TypeError, match="got 6 positional arguments, should be at most 5"):
+        from_fla("chunk_kda", *arrays.values(), 1.0)
+    with pytest.raises(TypeError, match="q is given twice"):
+        from_fla("chunk_kda", arrays["q"], **arrays)
+    with pytest.raises(TypeError, match="beta must be an array"):
+        from_fla("chunk_kda", **{**arrays, "beta": "high"})
