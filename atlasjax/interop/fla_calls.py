@@ -122,6 +122,16 @@ def _kda(given: _Given) -> tuple[MemoryRule, _Given, Gates]:
     return rules.kda(), {}, Gates(retention=jnp.exp(given["g"]), step_size=given["beta"])
 
 
+def _comba(given: _Given) -> tuple[MemoryRule, _Given, Gates]:
+    beta = given.get("beta", _ones(given))
+    return rules.comba(), {}, Gates(retention=jnp.exp(given["g"]), step_size=beta, removal_key=given["p"])
+
+
+def _gdn2(given: _Given) -> tuple[MemoryRule, _Given, Gates]:
+    v, read_key = (given["w"] * given["v"]).astype(given["v"].dtype), given["b"] * given["k"]
+    return rules.gdn2(), {"v": v}, Gates(jnp.exp(given["g"]), step_size=_ones(given), removal_key=read_key)
+
+
 def _no_value_decays(given: _Given) -> None:
     if "gv" in given:
         raise ValueError(
@@ -157,6 +167,7 @@ _GLA = _Peer(f"{_QKV} g=bthk-", _gla)
 _GATED = _Peer(f"{_GROUPED} g=btn- beta=btn", _gated_delta_rule)
 _RECURRENT_GATED = _Peer(f"{_GROUPED} g=btn-? gk=btnk-? gv=btnv-? beta=btn?", _gated_delta_rule)
 _KDA = _Peer(f"{_GROUPED} g=btnk- beta=btn", _kda)
+_GDN2 = _Peer(f"{_QKV} g=bthk- b=bthk w=bthv", _gdn2)
 _DPLR = _Peer(f"{_QKV} a=bthk b=bthk gk=bthk-", functools.partial(_rwkv7, decays="gk"))
 _IPLR = _Peer(f"{_QKV} a=bthk b=bthk", _rwkv7)
 
@@ -182,6 +193,10 @@ PEERS: Mapping[str, _Peer] = {
     "fused_recurrent_gdn": _RECURRENT_GATED,
     "chunk_kda": _KDA,
     "fused_recurrent_kda": _KDA,
+    "chunk_comba": _Peer(f"{_GROUPED} p=bthk g=btn- beta=btn?", _comba),
+    "fused_recurrent_comba": _Peer("q=bthk k=bthk p=bthk v=btnv g=btn- beta=btn?", _comba),
+    "chunk_gdn2": _GDN2,
+    "fused_recurrent_gdn2": _GDN2,
     "chunk_rwkv7": _Peer(f"{_RWKV7} a=bthk b=bthk", functools.partial(_rwkv7, decays="w"), scale=1.0),
     "fused_recurrent_rwkv7": _Peer(f"{_RWKV7} a=bthk b=bthk", functools.partial(_rwkv7, decays="w")),
     "fused_mul_recurrent_rwkv7": _Peer(f"{_RWKV7} kk=bthk a=bthk", _rwkv7_rates, scale=1.0),

@@ -10,6 +10,9 @@ from atlasjax.rules.registry import register
 def ttt_linear(chunk_size: int = 16) -> MemoryRule:
     """TTT-Linear (Sun et al. 2024): M(x) = x + LN(W x), ℓ2, gradient descent on mini-batches of `chunk_size`.
 
+    fla: chunk_ttt_linear(q, k, v, w, b, eta) is another function: it learns a bias too, adds the residual after reading, and takes
+    a query's step size for all tokens of its chunk.
+
     With bounds by default; `rules.ttt_linear().unbounded()` is the recurrence as published.
     """
     return MemoryRule(
@@ -21,6 +24,8 @@ def ttt_linear(chunk_size: int = 16) -> MemoryRule:
 @register("M_t = M_{t−1} − η ∇")
 def ttt_mlp(chunk_size: int = 16, expansion: int = 4) -> MemoryRule:
     """TTT-MLP (Sun et al. 2024): M(x) = x + LN(W1 σ(W2 x)), ℓ2, gradient descent on mini-batches of `chunk_size`.
+
+    fla has no function for it.
 
     With bounds by default; `rules.ttt_mlp().unbounded()` is the recurrence as published.
     """
@@ -36,6 +41,9 @@ def titans(
     features: features_lib.Features = features_lib.Identity(),
 ) -> MemoryRule:  # fmt: skip
     """Titans (Behrouz et al. 2024): deep memory, ℓ2, momentum and weight decay, online (A Table 1).
+
+    fla: chunk_momentum_delta_rule(q, k, v, log_alpha, log_mu, eta=eta, use_p_times_alpha=False), with η = eta and θ = exp(log_mu),
+    is this rule with chunk_size=1 and a matrix; fla has no deep memory.
 
     With bounds by default; `rules.titans().unbounded()` is the recurrence as published.
     """

@@ -13,6 +13,8 @@ _REFLECTING = Bound(step=2.0)
 def delta_rule(chunk_size: int = 1) -> MemoryRule:
     """W_t = W_{t−1}(I − η_t k kᵀ) + η_t v kᵀ (DeltaNet; η is its β). Exact with the default chunk of one token.
 
+    fla: chunk_delta_rule(q, k, v, beta).
+
     With bounds by default; `rules.delta_rule().unbounded()` is the recurrence as published.
     """
     return MemoryRule(
@@ -41,6 +43,8 @@ def longhorn_channel() -> MemoryRule:
 @register("W_t = α W_{t−1}(I − η k kᵀ) + η v kᵀ")
 def gated_delta_rule() -> MemoryRule:
     """W_t = α_t W_{t−1}(I − η_t k kᵀ) + η_t v kᵀ (Gated DeltaNet, Yang et al. 2024): decay first, then the delta rule.
+
+    fla: chunk_gated_delta_rule(q, k, v, g, beta), with g = log α and β = η.
 
     With bounds by default; `rules.gated_delta_rule().unbounded()` is the recurrence as published.
     """
@@ -89,6 +93,7 @@ def rwkv7() -> MemoryRule:
     """W_t = W_{t−1}(Diag(α_t) − κ̂_t (a_t ⊙ κ̂_t)ᵀ) + v kᵀ (RWKV-7 as published, Peng et al. 2025).
 
     Gates: α per channel (`retention`), the removal key κ̂ (`removal_key`) and its rates a (`removal`); k is the replacement key.
+    fla: chunk_rwkv7(r, w, k, v, a, b), with w = log α, a = −κ̂ and b = κ̂ ⊙ a, and queries r that are not scaled.
 
     With bounds by default; `rules.rwkv7().unbounded()` is the recurrence as published.
     """
@@ -116,7 +121,7 @@ def gdn2() -> MemoryRule:
 
     Gates: α per channel (`retention`), the read key r = b ⊙ k with erasing rates b ∈ [0, 1] for each channel (`removal_key`), and η
     (`step_size`), which is 1. Its values are w ⊙ v, with the writing rates w ∈ [0, 1] for each channel of the value. With b = β and
-    w = β it is `kda`. fla: gdn2 (q, k, v, g, b, w), with g = log α.
+    w = β it is `kda`. fla: chunk_gdn2(q, k, v, g, b, w), with g = log α.
 
     With bounds by default, η rᵀk ≤ 2: up to a reflection. `rules.gdn2().unbounded()` is the recurrence as published.
     """

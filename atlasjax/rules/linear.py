@@ -9,7 +9,7 @@ from atlasjax.rules.registry import register
 
 @register("W_t = W_{t−1} + η v kᵀ")
 def linear_attention(chunk_size: int = 64) -> MemoryRule:
-    """W_t = W_{t−1} + η_t v kᵀ (Katharopoulos et al. 2020; η = 1)."""
+    """W_t = W_{t−1} + η_t v kᵀ (Katharopoulos et al. 2020; η = 1). fla: chunk_linear_attn(q, k, v, normalize=False)."""
     return MemoryRule(
         structures.Matrix(), objectives.DotProduct(), optimizer=optimizers.GradientDescent(), retention=retention.Full(),
         chunk_size=chunk_size,
@@ -18,7 +18,10 @@ def linear_attention(chunk_size: int = 64) -> MemoryRule:
 
 @register("W_t = α W_{t−1} + η v kᵀ")
 def retnet(chunk_size: int = 64) -> MemoryRule:
-    """W_t = α_t W_{t−1} + η_t v kᵀ (RetNet, Sun et al. 2023, with a constant α for each head; Mamba-2 with a gated one)."""
+    """W_t = α_t W_{t−1} + η_t v kᵀ (RetNet, Sun et al. 2023, with a constant α for each head; Mamba-2 with a gated one).
+
+    fla: chunk_retention(q, k, v), whose α are 1 − 2^{−5−h}, and chunk_simple_gla(q, k, v, g) with g = log α; η = 1.
+    """
     return MemoryRule(
         structures.Matrix(), objectives.DotProduct(), optimizer=optimizers.GradientDescent(), chunk_size=chunk_size
     )
@@ -26,7 +29,10 @@ def retnet(chunk_size: int = 64) -> MemoryRule:
 
 @register("W_t = W_{t−1} Diag(α) + η v kᵀ")
 def gla(chunk_size: int = 64) -> MemoryRule:
-    """W_t = W_{t−1} Diag(α_t) + η_t v kᵀ, α per channel of the key (gated linear attention, Yang et al. 2024)."""
+    """W_t = W_{t−1} Diag(α_t) + η_t v kᵀ, α per channel of the key (gated linear attention, Yang et al. 2024).
+
+    fla: chunk_gla(q, k, v, g), with g = log α and η = 1.
+    """
     return MemoryRule(
         structures.Matrix(), objectives.DotProduct(), optimizer=optimizers.GradientDescent(),
         retention=retention.Channel(), chunk_size=chunk_size,

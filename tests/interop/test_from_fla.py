@@ -23,7 +23,7 @@ except ImportError:
 needs_fla = pytest.mark.skipif(FLA is None, reason=NEEDS)
 pytestmark = pytest.mark.usefixtures("compile_fast")
 
-SIZES = {"b": 2, "t": 37, "h": 2, "n": 4, "k": 4, "v": 6}
+SIZES = {"b": 2, "t": 21, "h": 2, "n": 4, "k": 4, "v": 6}
 
 
 @functools.cache
@@ -93,6 +93,15 @@ def both_decays(q, k, v, g, gk, beta, **options):
     return kda(q, k, v, g[..., None] + gk, beta, **options)
 
 
+def comba(q, k, v, p, g, beta, **options):
+    p = p.repeat_interleave(v.shape[2] // p.shape[2], dim=2)
+    return grouped(naive("comba").naive_recurrent_comba)(q, k, v, p, beta, g, **options)
+
+
+def gdn2(q, k, v, g, b, w, **options):
+    return naive("gdn2").naive_recurrent_gdn2(q, k, v, g, b, w, **options)
+
+
 def dplr(q, k, v, a, b, gk, **options):
     return heads_first(naive("generalized_delta_rule/dplr").dplr_recurrence)(q, k, v, a, b, gk, **options)
 
@@ -124,13 +133,16 @@ CASES = {
     "chunk_gated_delta_rule": (gated_delta_rule, {}),
     "fused_recurrent_gated_delta_rule": (both_decays, {"gv": None}),
     "chunk_kda": (kda, {}),
+    "chunk_comba": (comba, {}),
+    "fused_recurrent_comba": (lambda q, k, p, v, *gates, **options: comba(q, k, v, p, *gates, **options), {}),
+    "chunk_gdn2": (gdn2, {}),
     "chunk_rwkv7": (functools.partial(rwkv7, scale=1), {}),
     "fused_recurrent_rwkv7": (rwkv7, {}),
     "fused_mul_recurrent_rwkv7": (rwkv7_rates, {}),
     "chunk_dplr_delta_rule": (dplr, {}),
     "chunk_iplr_delta_rule": (iplr, {}),
 }
-WITH_GRADIENTS = ("chunk_kda", "chunk_rwkv7")
+WITH_GRADIENTS = ("chunk_gdn2", "chunk_kda", "chunk_rwkv7")
 
 
 def inputs(name, leave_out=()):
@@ -171,7 +183,10 @@ def close(got, want, what):
 def test_values_states_and_gradients(name):
     theirs, options = CASES[name]
     arrays, start = inputs(name, options), state_of(name)
-    tensors = {key: torch.tensor(x, requires_grad=True) for key, x in {**arrays, "initial_state": start}.items()}
+    differentiated = name in WITH_GRADIENTS
+    tensors = {
+        key: torch.tensor(x, requires_grad=differentiated) for key, x in {**arrays, "initial_state": start}.items()
+    }
     *given, first = tensors.values()
     expected, final = theirs(*given, initial_state=first, output_final_state=True)
 
@@ -181,7 +196,7 @@ def test_values_states_and_gradients(name):
         S = to_fla_state(state)
         return jnp.sum(y**2) + jnp.sum(S**2), (y, S)
 
-    if name not in WITH_GRADIENTS:
+    if not differentiated:
         _, (y, S) = jax.jit(ours)(arrays, start)
     else:
         gradients, (y, S) = jax.jit(jax.grad(ours, argnums=(0, 1), has_aux=True))(arrays, start)
@@ -235,19 +250,19 @@ def test_missing_gates_are_ones():
     ("name", "change", "message"),
     [
         ("chunk_kdaa", {}, "Did you mean 'chunk_kda'"),
-        ("chunk_kda", {"g": np.zeros((2, 37, 4), np.float32)}, r"\(q, k, v, g, beta\): g has shape \(2, 37, 4\), should be"),
+        ("chunk_kda", {"g": np.zeros((2, 21, 4), np.float32)}, r"\(q, k, v, g, beta\): g has shape \(2, 21, 4\), should be"),
         ("chunk_kda", {"beta": None}, "beta is missing"),
-        ("chunk_kda", {"k": np.zeros((2, 36, 2, 4), np.float32)}, r"k has shape .*, should be \[2, 37, 2, 4\]"),
-        ("chunk_kda", {"v": np.zeros((2, 37, 3, 6), np.float32)}, "v has 3 heads, should be a multiple of 2"),
-        ("chunk_gated_delta_rule", {"g": np.ones((2, 37, 4), np.float32)}, "g is 1 at its largest; a log decay is at most 0"),
+        ("chunk_kda", {"k": np.zeros((2, 20, 2, 4), np.float32)}, r"k has shape .*, should be \[2, 21, 2, 4\]"),
+        ("chunk_kda", {"v": np.zeros((2, 21, 3, 6), np.float32)}, "v has 3 heads, should be a multiple of 2"),
+        ("chunk_gated_delta_rule", {"g": np.ones((2, 21, 4), np.float32)}, "g is 1 at its largest; a log decay is at most 0"),
         ("chunk_gla", {"head_first": False}, "head_first is False; it has been removed"),
         ("chunk_linear_attn", {}, "normalize is True; it should be False"),
         ("chunk_kda", {"use_gate_in_kernel": True}, "softplus"),
-        ("chunk_kda", {"cu_seqlens": np.array([0, 37])}, "segment_ids"),
+        ("chunk_kda", {"cu_seqlens": np.array([0, 21])}, "segment_ids"),
         ("chunk_kda", {"initial_state": np.zeros((2, 4, 6, 4), np.float32)}, r"should be \[2, 4, 4, 6\]"),
         ("chunk_kda", {"scale": 0}, "scale must be a number > 0"),
-        ("fused_recurrent_gla", {"gv": np.zeros((2, 37, 2, 6), np.float32)}, "gv is given"),
-        ("chunk_rwkv7", {"a": np.zeros((2, 37, 2, 4), np.float32)}, "b is not 0 where a is"),
+        ("fused_recurrent_gla", {"gv": np.zeros((2, 21, 2, 6), np.float32)}, "gv is given"),
+        ("chunk_rwkv7", {"a": np.zeros((2, 21, 2, 4), np.float32)}, "b is not 0 where a is"),
     ],
 )  # fmt: skip
 def test_refused(name, change, message):
