@@ -79,7 +79,7 @@ def test_builds_strictly(tmp_path):
 # The longest run with `-m slow`: what they call has tests of its own.
 @pytest.mark.parametrize(
     "page",
-    some_slow(WITH_PYTHON, [DOCS / f"{stem}.md" for stem in ("streaming", "training", "getting_started")]),
+    some_slow(WITH_PYTHON, [DOCS / f"{stem}.md" for stem in ("streaming", "training", "getting_started", "in_your_model")]),
     ids=lambda page: page.stem,
 )
 def test_python_of_a_page_runs(page, tmp_path, monkeypatch, registered_rules):
@@ -88,6 +88,13 @@ def test_python_of_a_page_runs(page, tmp_path, monkeypatch, registered_rules):
     names: dict = {"__name__": "__main__"}
     for number, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)):
         exec(compile(block, f"{page.name}, block {number}", "exec"), names)
+
+
+def test_equinox_of_a_page_runs():
+    """The blocks marked "py" need Equinox, which is no dependency."""
+    pytest.importorskip("equinox")
+    (block,) = re.findall(r"```py\n(.*?)```", (DOCS / "in_your_model.md").read_text(), re.DOTALL)
+    exec(compile(block, "in_your_model.md, Equinox", "exec"), {"__name__": "__main__"})
 
 
 def test_every_page_is_in_the_navigation():
