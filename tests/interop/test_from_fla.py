@@ -94,8 +94,9 @@ def both_decays(q, k, v, g, gk, beta, **options):
 
 
 def comba(q, k, v, p, g, beta, **options):
+    """The slow chunked form, which is what the kernels compute; the slow recurrence decays first, and is another function."""
     p = p.repeat_interleave(v.shape[2] // p.shape[2], dim=2)
-    return grouped(naive("comba").naive_recurrent_comba)(q, k, v, p, beta, g, **options)
+    return grouped(naive("comba").naive_chunk_comba)(q, k, v, p, g, beta, chunk_size=8, **options)
 
 
 def gdn2(q, k, v, g, b, w, **options):
