@@ -13,7 +13,7 @@
 #
 #     recurrent reference: decay first 1e-07, error first 1e-01
 #     chunk reference:     decay first 1e-01, error first 2e-07
-#     without decay, one from the other: 1e-07
+#     without decay, one from the other: 2e-07
 set -euo pipefail
 folder="$(mktemp -d)"
 trap 'rm -rf "$folder"' EXIT

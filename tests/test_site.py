@@ -79,7 +79,9 @@ def test_builds_strictly(tmp_path):
 # The longest run with `-m slow`: what they call has tests of its own.
 @pytest.mark.parametrize(
     "page",
-    some_slow(WITH_PYTHON, [DOCS / f"{stem}.md" for stem in ("streaming", "training", "getting_started", "in_your_model")]),
+    some_slow(
+        WITH_PYTHON, [DOCS / f"{stem}.md" for stem in ("streaming", "training", "getting_started", "in_your_model")]
+    ),
     ids=lambda page: page.stem,
 )
 def test_python_of_a_page_runs(page, tmp_path, monkeypatch, registered_rules):
