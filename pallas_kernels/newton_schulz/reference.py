@@ -34,7 +34,12 @@ SCHEDULES: dict[str, tuple[Triple, ...]] = {
         *((a / 1.01, b / 1.01**3, c / 1.01**5) for a, b, c in _POLAR_EXPRESS),
         (1.875, -1.25, 0.375),
     ),
-}
+    # LaCT's five steps (arXiv 2505.23884), each with other coefficients. Singular values above 3e-3 end up in [0.97, 1.15].
+    "lact": (
+        (4.0848, -6.8946, 2.9270), (3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037), (2.8769, -3.1427, 1.2046),
+        (2.8366, -3.0525, 1.2012),
+    ),
+}  # fmt: skip
 
 
 def coefficients(schedule: Sequence[Triple], steps: int) -> tuple[Triple, ...]:

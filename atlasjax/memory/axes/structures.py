@@ -237,3 +237,29 @@ class GatedMLP(Structure):
 
     def summary(self) -> str:
         return f"gated residual MLP, {self.expansion}×"
+
+
+@dataclasses.dataclass(frozen=True)
+class SwiGLU(Structure):
+    """M(x) = W1 (SiLU(W2 x) ⊙ W3 x): the memory of LaCT (arXiv 2505.23884), without a residual, for values of any size.
+
+    The names and their order are those of `GatedMLP`. The paper's W_1, W_0 and W_2 are W1, W2 and W3 here, in this order.
+
+    Attributes:
+      expansion: hidden width / feature_dim, as in `PlainMLP`.
+    """
+
+    expansion: int = 1
+
+    def __post_init__(self) -> None:
+        check.integers(self, {"expansion": 1})
+
+    def weight_shapes(self, feature_dim: int, value_dim: int) -> dict[str, tuple[int, int]]:
+        hidden = self.expansion * feature_dim
+        return {"W1": (value_dim, hidden), "W2": (hidden, feature_dim), "W3": (hidden, feature_dim)}
+
+    def apply(self, linear: Linear, x: jax.Array, skip: jax.Array | None, norm: Mapping | None) -> jax.Array:
+        return linear("W1", jax.nn.silu(linear("W2", x)) * linear("W3", x))
+
+    def summary(self) -> str:
+        return f"SwiGLU, {self.expansion}×"

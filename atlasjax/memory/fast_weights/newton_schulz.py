@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from pallas_kernels.newton_schulz import forms
 from pallas_kernels.newton_schulz.reference import EPSILON, Triple
 
-_MOST_GROWTH = 1000.0  # five steps of either schedule
+_MOST_GROWTH = 1000.0  # five steps of any schedule
 
 _dot = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 
