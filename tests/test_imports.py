@@ -101,7 +101,7 @@ _SHARED = {
     "rule",
     "tokens",
 }
-_FAMILIES = {"fast_weights", "softmax", "caching", "log_linear"}
+_FAMILIES = {"fast_weights", "softmax", "large_chunk", "caching", "log_linear"}
 MEMORY_MAY_IMPORT = {
     "axes": {"blocks", "products"},
     "gates": set(),
@@ -120,6 +120,7 @@ MEMORY_MAY_IMPORT = {
     "part_checks": {"axes", "gates", "fast_weights", "products"},  # the last one for the type of parameters
     "fast_weights": _SHARED | {"part_checks"},
     "softmax": _SHARED | {"part_checks"},
+    "large_chunk": _SHARED | {"fast_weights"},
     "caching": _SHARED | {"fast_weights", "softmax", "wrapped"},
     "log_linear": _SHARED | {"caching", "wrapped"},
     "wrapped": {"family", "gates", "rule", "tokens"},

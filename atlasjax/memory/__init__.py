@@ -15,6 +15,7 @@ from atlasjax.memory.fast_weights.bounds import Bound
 from atlasjax.memory.fast_weights.rule import MemoryRule
 from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState
 from atlasjax.memory.gates import Gates
+from atlasjax.memory.large_chunk import LargeChunkRule, LargeChunkState
 from atlasjax.memory.log_linear import LogLinearRule, LogLinearState
 from atlasjax.memory.mesa import MesaParams, MesaRule, MesaState
 from atlasjax.memory.partition import Partition
@@ -34,6 +35,8 @@ __all__ = [
     "CachedRule",
     "CachedState",
     "Gates",
+    "LargeChunkRule",
+    "LargeChunkState",
     "LogLinearRule",
     "LogLinearState",
     "MemoryParams",

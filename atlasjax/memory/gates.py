@@ -14,7 +14,8 @@ class Gates(NamedTuple):
 
     Attributes:
       retention: α ∈ [0, 1]; [batch, time, heads, feature_dim] for per-channel retention.
-      step_size: η ≥ 0; [batch, time, heads, value_dim] for one step size per channel.
+      step_size: η ≥ 0; [batch, time, heads, value_dim] for one step size per channel. Of a `LargeChunkRule`: [batch, time, heads,
+        weights], one for each weight matrix.
       momentum_decay: θ ∈ [0, 1], the decay of the momentum S_t, which is `MemoryState.momentum`.
       window_weights: γ ∈ [0, 1], [batch, time, heads, window]; entry j weights the loss of token t − j.
       threshold: Huber's δ > 0, the norm of the error at which the loss becomes linear.

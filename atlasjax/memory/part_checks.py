@@ -49,7 +49,7 @@ class Parts(Protocol):
 
 
 class PartsWithFeatures(Parts, Protocol):
-    """The parts of a `MemoryRule`."""
+    """The parts of a `MemoryRule` and of a `LargeChunkRule`."""
 
     @property
     def features(self) -> Features: ...

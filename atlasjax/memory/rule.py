@@ -42,9 +42,9 @@ class Sizes(NamedTuple):
 class Rule(abc.ABC, Generic[Params, State]):
     """A memory, and how it is written and read. Frozen and hashable, static under `jax.jit`.
 
-    The library has `MemoryRule`, `SoftmaxRule`, `CachedRule` and `LogLinearRule`. A user-defined rule with another kind of memory
-    inherits from this class and runs in `memory.scan`, `step`, `read` and `reference`, which check the arguments and call its
-    methods. Arguments and results are those of the functions of the same names. Leaves of a state are [batch] or
+    The library has `MemoryRule`, `SoftmaxRule`, `LargeChunkRule`, `CachedRule` and `LogLinearRule`. A rule of your own with another
+    kind of memory inherits from this class and runs in `memory.scan`, `step`, `read` and `reference`, which check the arguments and
+    call its methods. Arguments and results are those of the functions of the same names. Leaves of a state are [batch] or
     [batch, heads, …].
 
     A state class with the attribute `heads_axis = 1` is divided over the devices that divide the heads
@@ -355,6 +355,6 @@ def check_rule(rule: object, where: str) -> None:
     if not isinstance(rule, Rule):
         hint = f" Give an instance, {rule.__name__}(...), not the class." if isinstance(rule, type) else ""
         raise TypeError(
-            f"{where}: rule must be a MemoryRule, a SoftmaxRule, a CachedRule, a LogLinearRule or another memory.Rule, "
-            f"got {type(rule).__name__}.{hint}"
+            f"{where}: rule must be a MemoryRule, a SoftmaxRule, a LargeChunkRule, a CachedRule, a LogLinearRule or another "
+            f"memory.Rule, got {type(rule).__name__}.{hint}"
         )

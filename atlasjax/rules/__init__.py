@@ -15,6 +15,7 @@ from atlasjax.rules.delta import comba, gdn2, pgdn, pkda, momentum_delta
 from atlasjax.rules.deep import memora, moneta, titans, titans_no_momentum, ttt_linear, ttt_mlp, yaad
 from atlasjax.rules.atlas import atlas, atlas_plus_plus, deep_transformer, dla, dot, omeganet, swdt, swla
 from atlasjax.rules.regression import mesa
+from atlasjax.rules.large_chunk import in_place_ttt, lact
 from atlasjax.rules.registry import REGISTRY, WRITES, Rule, register
 
 # isort: on
@@ -33,7 +34,9 @@ __all__ = [
     "gated_delta_rule",
     "gdn2",
     "gla",
+    "in_place_ttt",
     "kda",
+    "lact",
     "linear_attention",
     "longhorn",
     "longhorn_channel",

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +11,14 @@ import numpy as np
 
 from atlasjax.memory import blocks, limits, meshes
 from atlasjax.memory.axes import structures
+from atlasjax.memory.axes.objectives import Objective
 from atlasjax.memory.axes.optimizers import OptimizerState
 from atlasjax.memory.fast_weights import bounds, dual, formed, mapped, sequential, step_sizes
 from atlasjax.memory.fast_weights.block import Block, BlockFunction, Written
 from atlasjax.memory.fast_weights.spec import MemorySpec
 from atlasjax.memory.fast_weights.state import MemoryParams
 from atlasjax.memory.gates import Weights
-from atlasjax.memory.part_checks import check_all_applied, check_applied
+from atlasjax.memory.part_checks import PartsWithFeatures, check_all_applied, check_applied
 from atlasjax.memory.products import wide_dtype
 
 # Block lengths: number of tokens combined at once. They never affect the result (SEMANTICS 1.4).
@@ -104,8 +105,15 @@ class Slot(NamedTuple):
     soup: jax.Array | None  # [width, 1 + n], see `Soup`
 
 
+class Differentiated(PartsWithFeatures, Protocol):
+    """What `gradient_factors` asks of a rule of any family."""
+
+    @property
+    def limited_objective(self) -> Objective: ...
+
+
 def gradient_factors(
-    rule: MemorySpec,
+    rule: Differentiated,
     params: MemoryParams,
     weights: Weights,
     k: jax.Array,

@@ -8,11 +8,13 @@ from atlasjax.memory.call_checks import check_output
 from atlasjax.memory.check import check_floating, check_shape
 from atlasjax.memory.fast_weights.spec import MemorySpec
 from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState
-from atlasjax.memory.part_checks import check_choices, check_parts
+from atlasjax.memory.part_checks import PartsWithFeatures, check_choices, check_parts
 from atlasjax.memory.products import wide_dtype
 
 
-def init_params(rule: MemorySpec, key: PRNGKeyArray, *, num_heads: int, key_dim: int, value_dim: int) -> MemoryParams:
+def init_params(
+    rule: PartsWithFeatures, key: PRNGKeyArray, *, num_heads: int, key_dim: int, value_dim: int
+) -> MemoryParams:
     """Initial learned parameters: M_0 of each head, coefficients of the feature map, and the norm inside the memory.
 
     A matrix memory starts at zero. The weights of an MLP are normal with variance 1 / fan-in.
@@ -80,7 +82,7 @@ def init_state(
     )
 
 
-def infer_key_dim(rule: MemorySpec, params: MemoryParams) -> int:
+def infer_key_dim(rule: PartsWithFeatures, params: MemoryParams) -> int:
     """The key size, from the input size of the parameters' innermost matrix."""
     innermost = list(rule.structure.weight_shapes(1, 1))[-1]
     try:
@@ -89,7 +91,7 @@ def infer_key_dim(rule: MemorySpec, params: MemoryParams) -> int:
         raise ValueError(f"params.weights[{innermost!r}]: {error}") from None
 
 
-def check_params(rule: MemorySpec, params: MemoryParams, where: str) -> None:
+def check_params(rule: PartsWithFeatures, params: MemoryParams, where: str) -> None:
     """Raises TypeError or ValueError if `params` does not belong to this rule. The message names the leaf."""
     if not isinstance(params, MemoryParams) or not isinstance(params.weights, dict):
         raise TypeError(

@@ -14,6 +14,7 @@ from atlasjax.memory.fast_weights import bounds
 from atlasjax.memory.fast_weights.init import init_state
 from atlasjax.memory.fast_weights.spec import MemorySpec
 from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState
+from atlasjax.memory.part_checks import PartsWithFeatures
 from atlasjax.memory.products import wide_dtype
 from atlasjax.memory.tokens import Tokens
 
@@ -23,7 +24,9 @@ def read_one(rule: MemorySpec, params: MemoryParams, stored: dict[str, jax.Array
     return read_weights(rule, params, rule.weights(stored), x)
 
 
-def read_weights(rule: MemorySpec, params: MemoryParams, weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+def read_weights(
+    rule: PartsWithFeatures, params: MemoryParams, weights: dict[str, jax.Array], x: jax.Array
+) -> jax.Array:
     """M(φ(x)) of one head, from the memory's weights."""
     features = rule.features.apply(params.coefficients, x)
     skip = rule.features.degree_one(params.coefficients, x) if rule.structure.residual else None

@@ -1,0 +1,164 @@
+"""`LargeChunkRule.scan`, the XLA engine: one chunk after another, or one piece of a chunk where a call has packed segments."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from atlasjax.memory import grid, meshes
+from atlasjax.memory.blocks import product_dtype
+from atlasjax.memory.fast_weights.state import MemoryParams
+from atlasjax.memory.gates import Weights
+from atlasjax.memory.grid import choose
+from atlasjax.memory.large_chunk.chunk import Piece, Written, add, run_piece, write
+from atlasjax.memory.large_chunk.init import init_state
+from atlasjax.memory.large_chunk.spec import LargeChunkSpec
+from atlasjax.memory.large_chunk.state import LargeChunkState
+from atlasjax.memory.products import wide_dtype
+from atlasjax.memory.tokens import Tokens
+
+_LEAST, _MOST = 64, 256  # tokens of a piece with packed segments: every segment's last piece is padded
+
+
+class Carry(NamedTuple):
+    """Between two pieces: `LargeChunkState` without the segment."""
+
+    memory: Weights
+    momentum: Weights | None
+    written: Written
+    position: jax.Array
+
+
+def carry_of(state: LargeChunkState, dtype: jnp.dtype) -> Carry:
+    """The carry of a state, in at least `dtype`."""
+    carry = Carry(state.memory, state.momentum, Written(state.sums, state.decay_sum), state.position)
+    return grid.widened(carry, dtype)
+
+
+def state_of(carry: Carry, segment: jax.Array) -> LargeChunkState:
+    """The inverse of `carry_of`."""
+    return LargeChunkState(
+        carry.memory, carry.written.sums, carry.momentum, carry.written.decay_sum, carry.position, segment
+    )
+
+
+def piece_of(tokens: Tokens) -> Piece:
+    """The tokens of a call with the gates that are written with."""
+    gates = tokens.gates
+    assert gates.step_size is not None
+    wide = wide_dtype(tokens.q.dtype)
+    up = lambda x: None if x is None else x.astype(wide)
+    return Piece(*tokens[:3], up(gates.step_size), up(gates.momentum_decay), up(gates.threshold))
+
+
+def add_piece(
+    rule: LargeChunkSpec, dtype: jnp.dtype, params: MemoryParams, carry: Carry, piece: Piece, count: jax.Array | int
+) -> tuple[Carry, jax.Array]:
+    """The carry after `count` tokens of a chunk, which is written where they are its last; and y."""
+    y, written = run_piece(rule, dtype, params, carry.memory, piece)
+    position = carry.position + count
+    ends = position == rule.chunk_size
+    carry = carry._replace(written=add(carry.written, written), position=position)
+
+    def end(carry: Carry) -> Carry:
+        memory, momentum = write(rule, params.weights, carry.memory, carry.momentum, carry.written)
+        empty = jax.tree.map(jnp.zeros_like, (carry.written, carry.position))
+        return choose(ends, Carry(memory, momentum, *empty), carry)
+
+    # Most pieces and nearly all steps end no chunk, and an orthogonalization costs more than they do.
+    return jax.lax.cond(jnp.any(ends), end, lambda carry: carry, carry), y
+
+
+@functools.partial(jax.jit, static_argnames=("rule", "max_segments"))
+def xla_scan(
+    rule: LargeChunkSpec,
+    params: MemoryParams,
+    state: LargeChunkState | None,
+    tokens: Tokens,
+    max_segments: int | None = None,
+) -> tuple[jax.Array, LargeChunkState]:
+    """`LargeChunkRule.scan`."""
+    segment_ids, dtype = tokens.segment_ids, tokens.q.dtype
+    params = grid.widened(params, wide_dtype(dtype))
+    before = init_state(rule, params, tokens.q.shape[0]) if state is None else state
+    carry, piece = carry_of(before, dtype), piece_of(tokens)
+    products = product_dtype(dtype)
+    if segment_ids is None and state is None:
+        y, carry = _whole_chunks(rule, products, params, carry, piece)
+        return y.astype(dtype), state_of(carry, before.segment)
+    if segment_ids is None:
+        where = grid.continued_pieces(tokens.q.shape[1], rule.chunk_size, before.position)
+        segment = before.segment
+    else:
+        assert max_segments is not None
+        where = _packed(segment_ids, max_segments, piece_size(rule.chunk_size), before)
+        segment = segment_ids[:, -1]
+    y, carry = _pieces(rule, products, params, carry, piece, where)
+    if where.overflow is not None:
+        carry = carry._replace(memory=choose(where.overflow, jax.tree.map(_poison, carry.memory), carry.memory))
+    return y.astype(dtype), state_of(carry, segment)
+
+
+def _poison(x: jax.Array) -> jax.Array:
+    return jnp.full_like(x, jnp.nan)
+
+
+def piece_size(chunk: int) -> int:
+    """Tokens of a piece with packed segments: the largest divisor of the chunk size in a range, or the chunk size."""
+    sizes = [size for size in range(_LEAST, _MOST + 1) if chunk % size == 0]
+    return max(sizes, default=chunk)
+
+
+def _packed(segment_ids: jax.Array, max_segments: int, size: int, state: LargeChunkState) -> grid.Pieces:
+    """Pieces of packed segments, the first of which may continue from the state."""
+    zeros = jnp.zeros_like(state.position)
+    where = grid.segmented_layout(segment_ids, max_segments, size, size, 1, state.position % size, zeros, state.segment)
+    assert where.place is not None
+    lengths = jax.vmap(lambda slots: jnp.zeros(where.num_slots, jnp.int32).at[slots].add(1, mode="drop"))
+    return grid.Pieces(where.num_slots, size, where.place, lengths(where.place // size).T, where.resets, where.overflow)
+
+
+def _pieces(
+    rule: LargeChunkSpec, dtype: jnp.dtype, params: MemoryParams, carry: Carry, piece: Piece, where: grid.Pieces
+) -> tuple[jax.Array, Carry]:
+    """A call that begins anywhere in a chunk, or has packed segments."""
+    fresh = carry_of(init_state(rule, params, piece.q.shape[0]), wide_dtype(dtype))
+
+    def body(carry: Carry, xs: tuple[Piece, jax.Array, jax.Array | None]) -> tuple[Carry, jax.Array]:
+        piece, count, resets = xs
+        if resets is not None:
+            carry = choose(resets, fresh, carry)
+        return add_piece(rule, dtype, params, carry, piece, count)
+
+    rows = jax.tree.map(lambda x: grid.lay_chunks(x, where.slots, where.width, where.place), piece)
+    xs = (rows, where.lengths.astype(jnp.int32), where.resets)
+    carry, y = meshes.scan(jax.checkpoint(body, prevent_cse=False), carry, xs)
+    return grid.pick_chunks(y, piece.q.shape[1], where.place), carry
+
+
+def _whole_chunks(
+    rule: LargeChunkSpec, dtype: jnp.dtype, params: MemoryParams, carry: Carry, piece: Piece
+) -> tuple[jax.Array, Carry]:
+    """A call from a fresh memory: whole chunks without padding, whose sums are not carried, and the tokens after them."""
+    time, chunk = piece.q.shape[1], rule.chunk_size
+    count, rest = divmod(time, chunk)
+    parts = []
+    if count:
+
+        def body(memories: tuple[Weights, Weights | None], piece: Piece) -> tuple[tuple, jax.Array]:
+            y, written = run_piece(rule, dtype, params, memories[0], piece)
+            return write(rule, params.weights, *memories, written), y
+
+        whole = jax.tree.map(lambda x: grid.lay_chunks(x[:, : count * chunk], count, chunk), piece)
+        run = jax.checkpoint(body, prevent_cse=False)
+        (memory, momentum), y = meshes.scan(run, (carry.memory, carry.momentum), whole)
+        carry = carry._replace(memory=memory, momentum=momentum)
+        parts.append(grid.pick_chunks(y, count * chunk))
+    if rest:
+        last = jax.tree.map(lambda x: x[:, count * chunk :], piece)
+        run_last = jax.checkpoint(functools.partial(run_piece, rule, dtype), prevent_cse=False)
+        y, written = run_last(params, carry.memory, last)
+        carry = carry._replace(written=written, position=carry.position + rest)
+        parts.append(y)
+    return jnp.concatenate(parts, axis=1), carry
