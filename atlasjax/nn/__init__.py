@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from atlasjax.nn.gam import GAMMixer
     from atlasjax.nn.gates import GateProjection
     from atlasjax.nn.hybrids import MACMixer, MAGMixer, MALMixer
+    from atlasjax.nn.lact import LaCTMixer
     from atlasjax.nn.layers import GELU, CausalConv, ChannelMixing, LayerNorm, Linear, RMSNorm, SwiGLU
     from atlasjax.nn.memory_mixer import MemoryHeads, MemoryMixer, MemoryMixerState
     from atlasjax.nn.mixers import MIXERS, Mixer, check_divided
@@ -35,6 +36,7 @@ _HOME = {
     "MACMixer": "hybrids",
     "MAGMixer": "hybrids",
     "MALMixer": "hybrids",
+    "LaCTMixer": "lact",
     "GELU": "layers",
     "CausalConv": "layers",
     "ChannelMixing": "layers",
@@ -66,6 +68,7 @@ __all__ = [
     "ElasticMixer",
     "GAMMixer",
     "GateProjection",
+    "LaCTMixer",
     "LanguageModel",
     "LayerNorm",
     "Linear",

@@ -78,11 +78,14 @@ class AttentionHeads(Module):
     def __call__(self, x: jax.Array, segment_ids: jax.Array | None = None) -> jax.Array:
         """Whole sequences: [batch, time, dim] → [batch, time, heads, value_dim]."""
         q, k, v, z = self._project(x)
-        y = attention.attention(
+        return _gated(self.attend(q, k, v, segment_ids), z)
+
+    def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None = None) -> jax.Array:
+        """The attention of whole sequences, from the results of `project`."""
+        return attention.attention(
             q, k, v, window=self.window, rope_theta=self.theta, rope_dim=self.rope_dim, persistent=self.persistent(),
-            segment_ids=segment_ids, fused=self.fused, partition=mesh_partition(x.shape[0], self.kv_heads, x.shape[1]),
+            segment_ids=segment_ids, fused=self.fused, partition=mesh_partition(q.shape[0], self.kv_heads, q.shape[1]),
         )  # fmt: skip
-        return _gated(y, z)
 
     def init_state(self, batch_size: int, max_length: int | None = None) -> attention.KVCache | attention.WindowCache:
         """An empty cache for `max_length` tokens, or for the window.
@@ -103,11 +106,17 @@ class AttentionHeads(Module):
     def extend(self, x: jax.Array, state: Any, layer: jax.Array | None = None) -> tuple[jax.Array, Any]:
         """Like `__call__`, for the next piece of a sequence. Also returns the next cache. layer: see `mixers.attention.extend`."""
         q, k, v, z = self._project(x)
-        y, state = attention.extend(
-            q, k, v, state, rope_theta=self.theta, rope_dim=self.rope_dim, persistent=self.persistent(),
-            partition=mesh_partition(x.shape[0], self.kv_heads, x.shape[1]), layer=layer,
-        )  # fmt: skip
+        y, state = self.attend_from(q, k, v, state, layer)
         return _gated(y, z), state
+
+    def attend_from(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, state: Any, layer: jax.Array | None = None
+    ) -> tuple[jax.Array, Any]:
+        """`attend` for the next piece of a sequence. Also returns the next cache."""
+        return attention.extend(
+            q, k, v, state, rope_theta=self.theta, rope_dim=self.rope_dim, persistent=self.persistent(),
+            partition=mesh_partition(q.shape[0], self.kv_heads, q.shape[1]), layer=layer,
+        )  # fmt: skip
 
 
 def _check_sizes(given: AttentionConfig, sizes: AttentionSizes) -> None:
@@ -230,7 +239,7 @@ def _require_defaults(config: ModelConfig, mixer: str, fields: Sequence[str], wh
             )
 
 
-_WITH_ATTENTION = ("attention", "swa", "mac", "mag", "mal")  # mixers of which a model may set more
+_WITH_ATTENTION = ("attention", "swa", "mac", "mag", "mal", "lact")  # mixers of which a model may set more
 
 
 def output_projection(config: ModelConfig, rngs: nnx.Rngs, *, inner: int | None = None, bias: bool = False) -> Linear:

@@ -16,6 +16,7 @@ from atlasjax.mixers.memorizing import MemorizingConfig
 from atlasjax.names import name_of, options_text, resolve
 from atlasjax.nn.attention_config import AttentionConfig, AttentionSizes
 from atlasjax.nn.caching_config import CachingConfig
+from atlasjax.nn.lact_config import LaCTConfig
 from atlasjax.nn.memory_config import MemoryConfig
 from atlasjax.nn.recurrent_config import (
     DeltaProductConfig,
@@ -41,6 +42,7 @@ __all__ = [
     "HeadNormConfig",
     "InfiniConfig",
     "KDAConfig",
+    "LaCTConfig",
     "Mamba3Config",
     "MelodiConfig",
     "MemorizingConfig",
@@ -83,6 +85,7 @@ MIXER_NAMES = {
     "log_linear_plus_plus": "atlasjax.nn.baselines.log_linear:LogLinearPlusPlusMixer",
     "log_linear_mamba2": "atlasjax.nn.baselines.log_linear:LogLinearMamba2Mixer",
     "gam": "atlasjax.nn.gam:GAMMixer",
+    "lact": "atlasjax.nn.lact:LaCTMixer",
 }
 
 
@@ -185,7 +188,7 @@ class ModelConfig:
       ssm: sizes of the state space models.
       head_norm: the norm of the heads' outputs in the recurrent mixers with heads.
       gated_deltanet, gated_deltaproduct, kda, mamba3, mesa, rwkv7: the mixer of that name, and others that say so.
-      block_attention, elastic, memorizing, infini, melodi, block_recurrence, gam: config of the mixer of that name.
+      block_attention, elastic, memorizing, infini, melodi, block_recurrence, gam, lact: config of the mixer of that name.
       norm: norm of the residual stream: "rms"; "rms_plus_one", with 1 + scale in place of the scale; or "layer", with a bias. Norms
         inside mixers follow their papers.
       embedding_norm: whether such a norm is also applied to the embeddings, as in RWKV.
@@ -236,6 +239,7 @@ class ModelConfig:
     melodi: MelodiConfig = MelodiConfig()
     block_recurrence: BlockRecurrenceConfig = BlockRecurrenceConfig()
     gam: GAMConfig = GAMConfig()
+    lact: LaCTConfig = LaCTConfig()
     norm: Literal["rms", "rms_plus_one", "layer"] = "rms"
     embedding_norm: bool = False
     positions: Literal["none", "learned"] = "none"

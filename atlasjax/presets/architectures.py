@@ -53,6 +53,7 @@ BASELINES: dict[str, dict[str, Any]] = {
     "log-linear": {"mixer": "log_linear"},
     "log-linear++": {"mixer": "log_linear_plus_plus"},
     "log-linear-mamba2": {"mixer": "log_linear_mamba2", "ffn": "none"},
+    "lact": {"mixer": "lact", "attention": AttentionConfig(rope_theta=5e5, qk_norm="all")},
     "gam": {"mixer": "gam", **_GAM_FRAME},
     "gam-sum": {"mixer": "gam", "gam": GAMConfig(fusion="sum"), **_GAM_FRAME},
     "gam-global": {"mixer": "gam", "gam": GAMConfig(fusion="global"), **_GAM_FRAME},

@@ -10,6 +10,7 @@ from atlasjax.nn.config import (
     BlockRecurrenceConfig,
     ElasticConfig,
     InfiniConfig,
+    LaCTConfig,
     MelodiConfig,
     MemorizingConfig,
 )
@@ -51,7 +52,7 @@ class Size:
       cached_segment: number of tokens in a segment of Memory Caching (MC: 256).
       truncation: rule → `MemoryConfig.truncation`. A cached memory begins anew in each segment and needs none.
       max_positions: number of positions in models with learned positions.
-      blocks: mixer → config, for the mixers that attend within blocks.
+      blocks: mixer → config, for the mixers that attend within blocks, or whose chunks are too long for the size.
     """
 
     parameters: float | None
@@ -85,7 +86,8 @@ SIZES: dict[str, Size] = {
         mamba2_state=64,
         cached_segment=64,
         truncation={"atlas": 1024, "atlas_plus_plus": 256},
-        blocks=_blocks(ElasticConfig(64, block_size=64, context=512), layers=4),
+        blocks=_blocks(ElasticConfig(64, block_size=64, context=512), layers=4)
+        | {"lact": LaCTConfig(chunk_size=64, rank=8)},
         max_positions=512,
     ),
     "170m": _paper(170e6, 12, 768, 16, tied=False),

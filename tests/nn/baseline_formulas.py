@@ -6,7 +6,7 @@ Slow and obvious. `p` is the nested dictionary of the mixer's parameters, float6
 import numpy as np
 
 from atlasjax.nn import GatedDeltaNetConfig, HeadNormConfig, KDAConfig, MesaConfig, SSMConfig
-from tests.nn import mamba3_formula
+from tests.nn import lact_formulas, mamba3_formula
 
 
 def sigmoid(x):
@@ -326,6 +326,7 @@ FORMULAS = {
     "log_linear_plus_plus": log_linear_plus_plus,
     "log_linear_mamba2": log_linear_mamba2,
     **mamba3_formula.FORMULAS,
+    **lact_formulas.FORMULAS,
 }
 # Forms of a mixer that public weights have: the mixer, and what its config changes. One with the mixer's own name is for all of its
 # tests: sizes so small that 14 tokens are several blocks.
@@ -343,4 +344,5 @@ FORMS = {
     "mesa, solved exactly, with an output gate": ("mesa", {"mesa": MesaConfig(output_gate=True, solver="exact")}),
     "gla, one norm": ("gla", {"head_norm": HeadNormConfig(shared=True, eps=0.3)}),
     **mamba3_formula.FORMS,
+    **lact_formulas.FORMS,
 }

@@ -49,7 +49,8 @@ def piece_of(tokens: Tokens) -> Piece:
     assert gates.step_size is not None
     wide = wide_dtype(tokens.q.dtype)
     up = lambda x: None if x is None else x.astype(wide)
-    return Piece(*tokens[:3], up(gates.step_size), up(gates.momentum_decay), up(gates.threshold))
+    step_size = gates.step_size.astype(wide)
+    return Piece(tokens.q, tokens.k, tokens.v, step_size, up(gates.momentum_decay), up(gates.threshold))
 
 
 def add_piece(
