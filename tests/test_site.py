@@ -114,6 +114,7 @@ _INSIDE = (
     "train",
     "memory/fast_weights",
     "memory/softmax",
+    "memory/large_chunk",
     "memory/caching",
     "memory/log_linear",
     "mixers/elastic",

@@ -18,6 +18,7 @@ STRUCTURES: dict[str, type] = {
     "mlp": structures.MLP,
     "gated_mlp": structures.GatedMLP,
     "plain_mlp": structures.PlainMLP,
+    "swiglu": structures.SwiGLU,
 }
 FEATURES: dict[str, type] = {
     "identity": features_lib.Identity,
@@ -57,7 +58,7 @@ class MemoryConfig:
       chunk_size: b ≥ 1, tokens whose gradients are taken at the same memory. Part of the model.
       window: c ≥ 1, the number of most recent tokens whose losses each step minimizes (the Omega rule).
       cache_window: w ≥ window, the number of most recent tokens in the cache of a softmax memory (swdt, dot).
-      structure: "matrix", "mlp", "gated_mlp", or "plain_mlp", which has no residual.
+      structure: "matrix", "mlp", "gated_mlp", or without a residual "plain_mlp" or "swiglu".
       depth: number of matrices of an MLP memory, ≥ 1.
       expansion: ratio of the hidden width of a deep memory to the head dimension, ≥ 1.
       features: feature map of queries and keys: "identity", "polynomial" (all monomials), "elementwise" (powers of each

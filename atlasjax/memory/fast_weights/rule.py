@@ -36,8 +36,8 @@ class MemoryRule(MemorySpec):
     pass its target (SEMANTICS 1.12), so that the memory cannot diverge.
 
     Attributes:
-      structure: the memory M: `Matrix`, `MLP`, `PlainMLP` or `GatedMLP`. This and the next four may also be user-defined
-        (docs/own_rule.md).
+      structure: the memory M: `Matrix`, `MLP`, `PlainMLP`, `GatedMLP` or `SwiGLU`. This and the next four may also be
+        user-defined (docs/own_rule.md).
       objective: the inner loss ℓ: `L2`, `DotProduct`, `Lp`, `Huber` or `RemoveAndReplace`.
       features: the feature map φ of keys and queries: `Identity`, `Polynomial`, `Powers` or `TensorSketch`.
       optimizer: `GradientDescent`, `Implicit`, `Momentum` or `Muon`.
