@@ -79,6 +79,7 @@ MIXER_NAMES = {
     "gdn2": "atlasjax.nn.baselines.gdn2:GDN2Mixer",
     "mesa": "atlasjax.nn.baselines.mesa:MesaMixer",
     "gated_deltaproduct": "atlasjax.nn.baselines.gated_deltaproduct:GatedDeltaProductMixer",
+    "momentum_deltanet": "atlasjax.nn.baselines.momentum_deltanet:MomentumDeltaNetMixer",
     "rwkv7": "atlasjax.nn.baselines.rwkv7:RWKV7Mixer",
     "longhorn": "atlasjax.nn.baselines.longhorn:LonghornMixer",
     "log_linear": "atlasjax.nn.baselines.log_linear:LogLinearMixer",
@@ -340,7 +341,7 @@ class ModelConfig:
 
     @property
     def value_heads(self) -> int:
-        """Number of heads of values of the mixer "gated_deltanet"."""
+        """Number of heads of values of the mixers "gated_deltanet" and "momentum_deltanet"."""
         return self.gated_deltanet.value_heads or self.num_heads
 
     @property

@@ -41,6 +41,7 @@ BASELINES: dict[str, dict[str, Any]] = {
     "gla": {"mixer": "gla"},
     "deltanet": {"mixer": "deltanet"},
     "gated-deltanet": {"mixer": "gated_deltanet", "value_expansion": 2},
+    "momentum-deltanet": {"mixer": "momentum_deltanet", "value_expansion": 2},
     "gated-deltanet-h2": {"mixer": ("mamba2", "gated_deltanet", "swa")},
     "gated-deltaproduct": {"mixer": "gated_deltaproduct", "value_expansion": 2},
     "mamba": {"mixer": "mamba", "ffn": "none"},

@@ -1,4 +1,5 @@
-"""`rules.momentum_delta` against flash-linear-attention's recurrence (fla-core, `ops/momentum_delta_rule/naive.py`)."""
+"""`rules.momentum_delta` against flash-linear-attention's recurrence (fla-core, `ops/momentum_delta_rule/naive.py`), and the mixer
+against its layer (`layers/momentum_deltanet.py`) in plain PyTorch around that recurrence, because the layer itself needs Triton."""
 
 import functools
 import importlib.metadata
@@ -8,8 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from atlasjax import memory, rules
+from atlasjax.nn import GatedDeltaNetConfig, HeadNormConfig, ModelConfig
+from atlasjax.nn.mixers import MIXERS
 from tests.memory.cases import assert_close
 
 NEEDS = "needs the extra 'oracle' or 'interop' (torch, einops, fla-core)"
@@ -20,7 +24,7 @@ try:
 except importlib.metadata.PackageNotFoundError:
     pytest.skip(NEEDS, allow_module_level=True)
 
-BATCH, TIME, HEADS, KEY, VALUE = 2, 45, 3, 5, 7
+BATCH, TIME, HEADS, KEY, VALUE = 2, 45, 3, 5, 10
 
 
 @functools.cache
@@ -83,3 +87,56 @@ def test_rule(times_alpha):
         ["q", "k", "v", "alpha", "mu", "beta", "eta", "S", "M"], gradients, of_torch, strict=True
     ):
         assert_close(ours_, theirs_.grad.numpy(), 2e-5, name)
+
+
+def layer(x, w, heads, negative):
+    """fla's `MomentumDeltaNet.forward` with default arguments, which divides queries by √KEY. w: our parameters as tensors."""
+    F, groups = torch.nn.functional, w["dt_bias"].shape[0] // heads
+    unit = lambda a: a * torch.rsqrt(a.square().sum(-1, keepdim=True) + 1e-6)
+    inputs = torch.einsum("btd,dhk->bthk", x, w["inputs"]["linear"]["kernel"])
+    taps = w["inputs"]["conv"]["kernel"].flatten(1).T[:, None]  # [channels, 1, taps]
+    channels = inputs[..., : taps.shape[0] // heads].flatten(2).transpose(1, 2)
+    mixed = F.silu(F.conv1d(channels, taps, padding=taps.shape[-1] - 1, groups=len(taps))[..., : x.shape[1]])
+    q, k, v = mixed.transpose(1, 2).unflatten(-1, (heads, -1)).split([KEY, KEY, groups * VALUE], -1)
+    q, k = q.repeat_interleave(groups, 2), k.repeat_interleave(groups, 2)
+    v, g = (a.flatten(2).unflatten(-1, (heads * groups, VALUE)) for a in (v, inputs[..., 2 * KEY + groups * VALUE :]))
+
+    e, a, b, m = torch.einsum("btd,dgh->gbth", x, w["gates"]["kernel"])
+    A, Mu, factor, D = (w[n].repeat_interleave(groups).exp() for n in ("A_log", "Mu_log", "log_factor", "D_log"))
+    log_mu = (-Mu * F.softplus(m + w["mu_bias"])).clamp_min(-2.0)
+    eta = F.tanh(e / x.shape[-1] ** 0.5) + 1
+    theta = torch.arctan(eta * factor)
+    beta = torch.sin(theta) ** 2 * F.sigmoid(b) * (2.0 if negative else 1.0)
+    log_alpha = (torch.cos(theta) ** 2).log() - A * F.softplus(a + w["dt_bias"])
+    q, k = unit(q - D[:, None] * k), unit(k)
+    y, _ = recurrence()(q, k, v, log_alpha, log_mu, k * log_alpha.exp()[..., None], beta, eta)
+    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-5) * w["norm"]["scale"] * F.silu(g)
+    return y.flatten(2) @ w["out"]["kernel"]
+
+
+@pytest.mark.parametrize("negative", [False, True])
+def test_mixer(negative):
+    """Outputs and the gradients of the input and of all parameters, with two heads of values for each head of keys."""
+    config = ModelConfig(
+        dim=12, num_heads=2, head_dim=KEY, value_expansion=2, dtype="float32",
+        gated_deltanet=GatedDeltaNetConfig(value_heads=4, negative_eigenvalues=negative),
+        head_norm=HeadNormConfig(shared=True, eps=KEY * 1e-5),  # for queries without √KEY
+    )  # fmt: skip
+    graphdef, params = nnx.split(MIXERS["momentum_deltanet"](config, rngs=nnx.Rngs(0)), nnx.Param)
+    rng = np.random.default_rng(1)
+    params = jax.tree.map(lambda x: x + 0.3 * rng.standard_normal(x.shape).astype(np.float32), params)
+    x = rng.standard_normal((BATCH, TIME, 12)).astype(np.float32)
+
+    of_torch = jax.tree.map(lambda p: torch.tensor(np.asarray(p), requires_grad=True), nnx.to_pure_dict(params))
+    x_of_torch = torch.tensor(x, requires_grad=True)
+    expected = layer(x_of_torch, of_torch, config.num_heads, negative)
+    (expected.sin() * expected).sum().backward()
+
+    def run(x, params):
+        y = nnx.merge(graphdef, params)(x)
+        return jnp.sum(jnp.sin(y) * y), y
+
+    (_, y), (of_x, of_params) = jax.jit(jax.value_and_grad(run, (0, 1), has_aux=True))(jnp.asarray(x), params)
+    assert_close(y, expected.detach().numpy(), 1e-5)
+    assert_close(of_x, x_of_torch.grad.numpy(), 5e-5)
+    assert_close(nnx.to_pure_dict(of_params), jax.tree.map(lambda p: p.grad.numpy(), of_torch), 5e-5)

@@ -6,7 +6,6 @@ Slow and obvious. `p` is the nested dictionary of the mixer's parameters, float6
 import numpy as np
 
 from atlasjax.nn import GatedDeltaNetConfig, HeadNormConfig, KDAConfig, MesaConfig, SSMConfig
-from tests.nn import lact_formulas, mamba3_formula
 
 
 def sigmoid(x):
@@ -325,8 +324,6 @@ FORMULAS = {
     "log_linear": log_linear,
     "log_linear_plus_plus": log_linear_plus_plus,
     "log_linear_mamba2": log_linear_mamba2,
-    **mamba3_formula.FORMULAS,
-    **lact_formulas.FORMULAS,
 }
 # Forms of a mixer that public weights have: the mixer, and what its config changes. One with the mixer's own name is for all of its
 # tests: sizes so small that 14 tokens are several blocks.
@@ -343,6 +340,4 @@ FORMS = {
     "gdn2, three heads of values": ("gdn2", {"kda": KDAConfig(value_heads=6, negative_eigenvalues=True)}),
     "mesa, solved exactly, with an output gate": ("mesa", {"mesa": MesaConfig(output_gate=True, solver="exact")}),
     "gla, one norm": ("gla", {"head_norm": HeadNormConfig(shared=True, eps=0.3)}),
-    **mamba3_formula.FORMS,
-    **lact_formulas.FORMS,
 }

@@ -177,6 +177,10 @@ def test_initial_values_are_the_published_ones():
         name: np.unique(mamba3[name]).tolist() for name in ("B_bias", "C_bias", "D", "mimo_x", "mimo_z", "mimo_o")
     }
     assert values == {"B_bias": [1], "C_bias": [1], "D": [1], "mimo_x": [0.25], "mimo_z": [1], "mimo_o": [0.25]}
+    momentum = parameters("momentum_deltanet")
+    np.testing.assert_array_equal(momentum["mu_bias"], momentum["dt_bias"])
+    for name, most in {"A_log": 16, "Mu_log": 16, "log_factor": 4, "D_log": 1}.items():
+        assert np.all((np.exp(momentum[name]) > 0) & (np.exp(momentum[name]) <= most))
     rwkv = parameters("rwkv7")
     assert np.exp(-np.exp(-0.5) / (1 + np.exp(-rwkv["w"]["bias"]))).max() > 0.995  # some channels remember for long
     assert rwkv["shift"].min() >= 0

@@ -16,6 +16,7 @@ from atlasjax.nn.baselines.mamba3 import Mamba3Mixer
 from atlasjax.nn.baselines.melodi import MelodiMixer
 from atlasjax.nn.baselines.memorizing import MemorizingMixer
 from atlasjax.nn.baselines.mesa import MesaMixer
+from atlasjax.nn.baselines.momentum_deltanet import MomentumDeltaNetMixer
 from atlasjax.nn.baselines.retnet import RetNetMixer
 from atlasjax.nn.baselines.rwkv7 import RWKV7Mixer
 
@@ -38,6 +39,7 @@ __all__ = [
     "MelodiMixer",
     "MemorizingMixer",
     "MesaMixer",
+    "MomentumDeltaNetMixer",
     "RWKV7Mixer",
     "RetNetMixer",
 ]

@@ -12,6 +12,19 @@ from atlasjax.nn.layers import Linear, l2_normalize
 from atlasjax.nn.parameters import param
 
 
+def value_groups(config: ModelConfig) -> int:
+    """Heads of values for each head of keys.
+
+    Raises:
+      ValueError: num_heads does not divide the number of heads of values.
+    """
+    if config.value_heads % config.num_heads:
+        raise ValueError(
+            f"GatedDeltaNetConfig: value_heads={config.value_heads} must be a multiple of num_heads={config.num_heads}."
+        )
+    return config.value_heads // config.num_heads
+
+
 class GatedDeltaNetMixer(HeadsMixer):
     """The gated delta rule:
 
@@ -33,16 +46,9 @@ class GatedDeltaNetMixer(HeadsMixer):
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        key_heads, value_heads = config.num_heads, config.value_heads
-        if value_heads % key_heads:
-            raise ValueError(
-                f"GatedDeltaNetConfig: value_heads={value_heads} must be a multiple of num_heads={key_heads}."
-            )
-        super().__init__(config, rules.gated_delta_rule(), num_heads=value_heads, rngs=rngs)
-        self.groups, self.largest_step = (
-            value_heads // key_heads,
-            2.0 if config.gated_deltanet.negative_eigenvalues else 1.0,
-        )
+        key_heads, self.groups = config.num_heads, value_groups(config)
+        super().__init__(config, rules.gated_delta_rule(), num_heads=config.value_heads, rngs=rngs)
+        self.largest_step = 2.0 if config.gated_deltanet.negative_eigenvalues else 1.0
         values = self.groups * self.value_dim  # of one head of keys
         sizes = (self.key_dim, self.key_dim, values, values)
         self.inputs = HeadProjections(config.dim, key_heads, sizes, config.conv_width, rngs=rngs)
