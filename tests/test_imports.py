@@ -101,7 +101,7 @@ _SHARED = {
     "rule",
     "tokens",
 }
-_FAMILIES = {"fast_weights", "softmax", "large_chunk", "caching", "log_linear"}
+_FAMILIES = {"fast_weights", "softmax", "large_chunk", "mesa", "caching", "log_linear", "hierarchical"}
 MEMORY_MAY_IMPORT = {
     "axes": {"blocks", "products"},
     "gates": set(),
@@ -123,6 +123,7 @@ MEMORY_MAY_IMPORT = {
     "large_chunk": _SHARED | {"fast_weights"},
     "caching": _SHARED | {"fast_weights", "softmax", "wrapped"},
     "log_linear": _SHARED | {"caching", "wrapped"},
+    "hierarchical": _SHARED | {"axes", "caching", "fast_weights", "wrapped"},
     "wrapped": {"family", "gates", "rule", "tokens"},
     "saved": {"call_checks", "check", "rule"},
     "tuned": set(),

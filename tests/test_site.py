@@ -117,6 +117,7 @@ _INSIDE = (
     "memory/large_chunk",
     "memory/caching",
     "memory/log_linear",
+    "memory/hierarchical",
     "mixers/elastic",
 )
 

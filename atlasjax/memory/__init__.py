@@ -15,6 +15,7 @@ from atlasjax.memory.fast_weights.bounds import Bound
 from atlasjax.memory.fast_weights.rule import MemoryRule
 from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState
 from atlasjax.memory.gates import Gates
+from atlasjax.memory.hierarchical import HierarchicalParams, HierarchicalRule, HierarchicalState
 from atlasjax.memory.large_chunk import LargeChunkRule, LargeChunkState
 from atlasjax.memory.log_linear import LogLinearRule, LogLinearState
 from atlasjax.memory.mesa import MesaParams, MesaRule, MesaState
@@ -35,6 +36,9 @@ __all__ = [
     "CachedRule",
     "CachedState",
     "Gates",
+    "HierarchicalParams",
+    "HierarchicalRule",
+    "HierarchicalState",
     "LargeChunkRule",
     "LargeChunkState",
     "LogLinearRule",

@@ -42,10 +42,10 @@ class Sizes(NamedTuple):
 class Rule(abc.ABC, Generic[Params, State]):
     """A memory, and how it is written and read. Frozen and hashable, static under `jax.jit`.
 
-    The library has `MemoryRule`, `SoftmaxRule`, `LargeChunkRule`, `CachedRule` and `LogLinearRule`. A rule of your own with another
-    kind of memory inherits from this class and runs in `memory.scan`, `step`, `read` and `reference`, which check the arguments and
-    call its methods. Arguments and results are those of the functions of the same names. Leaves of a state are [batch] or
-    [batch, heads, …].
+    The library has `MemoryRule`, `SoftmaxRule`, `LargeChunkRule` and `MesaRule`, and around them `CachedRule`, `LogLinearRule` and
+    `HierarchicalRule`. A rule of your own with another kind of memory inherits from this class and runs in `memory.scan`, `step`,
+    `read` and `reference`, which check the arguments and call its methods. Arguments and results are those of the functions of the
+    same names. Leaves of a state are [batch] or [batch, heads, …].
 
     A state class with the attribute `heads_axis = 1` is divided over the devices that divide the heads
     (`distributed.cache_shardings`).
@@ -273,6 +273,12 @@ class Rule(abc.ABC, Generic[Params, State]):
     def after_known_start(self, after: State, state: State, time: int | Int[Array, " batch"]) -> State:
         """The state after `time` tokens, whole again, from `after`, with which a `scan` from `known_chunk_start(state)` ended."""
         return after
+
+    @property
+    def gate_sets(self) -> "tuple[Rule[PyTree, PyTree], ...]":
+        """The rules of which each has a set of gates, beside each other in the channels: the memories of a `HierarchicalRule`,
+        otherwise this rule."""
+        return (self,)
 
     @property
     def has_fixed_steps(self) -> bool:
