@@ -132,12 +132,14 @@ class InitialGates:
 
     Attributes:
       values: gate → float64 [heads, channels] (1 channel for a gate without a channel axis).
-      max_step: η = max_step · sigmoid(logit).
+      max_step: the largest η.
+      max_steps: η = max_steps · sigmoid(logit), one for each channel of the step size.
       start_scale: initial scale of the memory's weights relative to their fan-in scale, [heads].
     """
 
     values: dict[str, np.ndarray]
     max_step: float
+    max_steps: tuple[float, ...]
     start_scale: np.ndarray
 
 
@@ -157,6 +159,16 @@ def initial_gates(
     Raises:
       ValueError: a user-defined rule has step sizes but no `suggested_steps`.
     """
+    sets = [_initial_gates(one, num_heads, key_dim, value_dim, max_step, similar_keys) for one in rule.gate_sets]
+    beside = lambda name: np.concatenate([one.values[name] for one in sets], axis=1)
+    tops = sum((one.max_steps for one in sets), ())
+    return InitialGates({name: beside(name) for name in sets[0].values}, max(tops), tops, sets[0].start_scale)
+
+
+def _initial_gates(
+    rule: Rule, num_heads: int, key_dim: int, value_dim: int, max_step: float | None, similar_keys: bool
+) -> InitialGates:
+    """`initial_gates` of a rule with one set of gates."""
     channels = rule.gate_channels(key_dim, value_dim)
     scales = np.geomspace(*(_SHORT if rule.forgets_fast else _LONG), num_heads)
     forgetting = 1.0 / scales if "retention" in channels else np.full(num_heads, 1.0 / 128)
@@ -184,5 +196,6 @@ def initial_gates(
     return InitialGates(
         {name: np.broadcast_to(np.reshape(values[name], (num_heads, -1)), shape) for name, shape in shapes.items()},
         top,
+        (top,) * (channels.get("step_size") or 1),
         rule.start_scale(values["step_size"]),
     )

@@ -53,13 +53,13 @@ class GateProjection(Module):
         one = rule.without_cache
         muon = one.has_fixed_steps
         initial = initial_gates(one, num_heads, key_dim, value_dim, max_step, similar_keys=similar_keys)
-        self.max_step = initial.max_step
+        self.max_step, self.max_steps = initial.max_step, initial.max_steps
         # 1 / (1 − θ) of each head at initialization, if the step size scales with 1 − θ.
-        theta = initial.values["momentum_decay"][:, 0] if similar_keys and "momentum_decay" in initial.values else None
-        self.shrink = None if theta is None or muon else tuple((1.0 / (1.0 - theta)).tolist())
+        theta = initial.values["momentum_decay"] if similar_keys and "momentum_decay" in initial.values else None
+        self.shrink = None if theta is None or muon else tuple(map(tuple, (1.0 / (1.0 - theta)).tolist()))
         self.start_scale = tuple(initial.start_scale.tolist())
         inverse = {
-            "step_size": lambda x: _logit(x / initial.max_step),
+            "step_size": lambda x: _logit(x / np.array(initial.max_steps)),
             "threshold": lambda x: np.log(np.expm1(x)),
             "removal_key": lambda x: x,
             "connector": lambda x: x,
@@ -88,9 +88,11 @@ class GateProjection(Module):
             elif name == "connector":
                 gate = logit
             else:
-                gate = jax.nn.sigmoid(logit) * (self.max_step if name == "step_size" else 1.0)
+                gate = jax.nn.sigmoid(logit) * (jnp.array(self.max_steps, jnp.float32) if name == "step_size" else 1.0)
             gates[name] = gate if channels else gate[..., 0]
         if self.shrink is not None:
-            shrink = jnp.broadcast_to(jnp.asarray(self.shrink, jnp.float32), gates["step_size"].shape)
-            gates["step_size"] = gates["step_size"] * (1.0 - gates["momentum_decay"]) * shrink
+            eta, theta = gates["step_size"], gates["momentum_decay"]
+            shrink = jnp.asarray(self.shrink, jnp.float32)
+            shrink = shrink if theta.ndim == x.ndim + 1 else shrink[:, 0]
+            gates["step_size"] = eta * (1.0 - theta) * jnp.broadcast_to(shrink, theta.shape)
         return Gates(**gates)

@@ -29,7 +29,7 @@ class MemoryMixerState(NamedTuple):
     """
 
     conv: jax.Array
-    memory: memory.MemoryState | memory.SoftmaxState | memory.CachedState
+    memory: memory.MemoryState | memory.SoftmaxState | memory.CachedState | memory.HierarchicalState
 
 
 def memory_params(
@@ -38,7 +38,7 @@ def memory_params(
     """`memory.init_params` with every array as a Param and the weights multiplied by `start` [heads]."""
 
     def one(path: jax.tree_util.KeyPath, x: jax.Array) -> nnx.Param:
-        if getattr(path[0], "name", None) == "weights" and x.ndim == 3:
+        if any(getattr(entry, "name", None) == "weights" for entry in path) and x.ndim == 3:
             return param(x * jnp.asarray(start, x.dtype)[:, None, None], "heads", "memory_out", "memory_in")
         return param(x, "heads", *(None,) * (x.ndim - 1))
 
