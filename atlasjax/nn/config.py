@@ -16,6 +16,7 @@ from atlasjax.mixers.memorizing import MemorizingConfig
 from atlasjax.names import name_of, options_text, resolve
 from atlasjax.nn.attention_config import AttentionConfig, AttentionSizes
 from atlasjax.nn.caching_config import CachingConfig
+from atlasjax.nn.hierarchy_config import HierarchyConfig
 from atlasjax.nn.lact_config import LaCTConfig
 from atlasjax.nn.memory_config import MemoryConfig
 from atlasjax.nn.recurrent_config import (
@@ -40,6 +41,7 @@ __all__ = [
     "GAMConfig",
     "GatedDeltaNetConfig",
     "HeadNormConfig",
+    "HierarchyConfig",
     "InfiniConfig",
     "KDAConfig",
     "LaCTConfig",

@@ -12,6 +12,7 @@ from atlasjax.memory.backends import backend_of
 from atlasjax.memory.truncation import check_truncation
 from atlasjax.names import call_with, lookup, name_of, options_text, resolve
 from atlasjax.nn.caching_config import CachingConfig
+from atlasjax.nn.hierarchy_config import HierarchyConfig
 
 STRUCTURES: dict[str, type] = {
     "matrix": structures.Matrix,
@@ -75,6 +76,8 @@ class MemoryConfig:
       truncation: tokens over which gradients flow back through the memory, a multiple of the chunk size (and of MAC's segments):
         truncated backpropagation through time in `memory.scan`, for whole sequences. None: exact gradients.
       caching: how memories of earlier segments are cached and read. None: no Memory Caching.
+      hierarchy: one global memory with large chunks and local ones with small chunks, instead of one with chunk_size. None: one
+        memory. Not with caching.
       implementation: backend of `memory.scan` for whole sequences, as in training: "xla", "pallas_tpu", "pallas_gpu", or None for
         the one recorded as fastest. It also decides for the baselines that are a memory rule with one matrix per head (DeltaNet,
         Gated DeltaNet, RetNet, Mamba-2, …). Streams always use "xla".
@@ -102,6 +105,7 @@ class MemoryConfig:
     bounded: bool = True
     truncation: int | None = None
     caching: CachingConfig | None = None
+    hierarchy: HierarchyConfig | None = None
     implementation: str | None = None
 
     def __post_init__(self) -> None:
@@ -113,6 +117,13 @@ class MemoryConfig:
                 "MemoryConfig: caching has blended=True, which is for ModelConfig.caching: the gates of a memory have no λ that "
                 "starts at 0."
             )
+        check.instance("MemoryConfig", "hierarchy", self.hierarchy, HierarchyConfig, optional=True)
+        for name in ("caching", "chunk_size"):
+            if self.hierarchy is not None and getattr(self, name) is not None:
+                raise ValueError(
+                    f"MemoryConfig: {name}={getattr(self, name)!r} is given with hierarchy, whose memories have chunks of their "
+                    "own and no cache; should be None."
+                )
         check.boolean("MemoryConfig", "bounded", self.bounded)
         check.number("MemoryConfig", "max_step", self.max_step, above=0, optional=True)
         if self.truncation is not None:
@@ -130,7 +141,8 @@ class MemoryConfig:
         return None if self.implementation is None else backend_of(self.implementation).platform
 
     def build(self) -> Rule:
-        """The named rule with all overrides that are not None: a `memory.Rule`, with caching a `CachedRule` or a `LogLinearRule`.
+        """The named rule with all overrides that are not None: a `memory.Rule`, with caching a `CachedRule` or a
+        `LogLinearRule`, with hierarchy a `HierarchicalRule`.
 
         Raises:
           ValueError: as for the class. For a rejected override the message lists the overrides that the rule accepts.
@@ -154,6 +166,8 @@ class MemoryConfig:
             raise ValueError(f"memory rule {self.rule!r} returned {rule!r}, should be a memory.Rule.")
         if not self.bounded:
             rule = rule.unbounded()
+        if self.hierarchy is not None:
+            return self.hierarchy.around(rule)
         return rule if self.caching is None else self.caching.around(rule)
 
     def _override_part(

@@ -23,6 +23,7 @@ many float32 numbers per sequence. `MemoryConfig(features="polynomial")` selects
 import dataclasses
 import functools
 import inspect
+import math
 import pathlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -30,7 +31,7 @@ from typing import Any
 from atlasjax import json_text, nn, rules
 from atlasjax.names import lookup, name_of, resolve, takes
 from atlasjax.nn.caching_config import CachingConfig
-from atlasjax.nn.config import MemoryConfig, ModelConfig, SSMConfig
+from atlasjax.nn.config import HierarchyConfig, MemoryConfig, ModelConfig, SSMConfig
 from atlasjax.presets.architectures import (
     ARCHITECTURES,
     BACKBONES,
@@ -94,6 +95,14 @@ def _memory(rule: str, size: Size) -> MemoryConfig:
     return dataclasses.replace(config, **overrides, truncation=size.truncation.get(rule))
 
 
+def _hierarchical(config: MemoryConfig, hierarchy: HierarchyConfig) -> MemoryConfig:
+    """The memory with a hierarchy, whose chunks are whole numbers of Muon's writes."""
+    every = config.newton_schulz_every
+    if every is not None:
+        every = math.gcd(every, *hierarchy.local_chunks)
+    return dataclasses.replace(config, hierarchy=hierarchy, newton_schulz_every=every)
+
+
 def _fields(changes: dict[str, Any], size_name: str, architecture: str | None = None) -> dict[str, Any]:
     """The fields of the config, except those that `_fit` chooses."""
     changes, size = dict(changes), ALL_SIZES[size_name]
@@ -104,6 +113,8 @@ def _fields(changes: dict[str, Any], size_name: str, architecture: str | None = 
     if "caching" in changes:
         caching = CachingConfig(changes.pop("caching"), segment_size=size.cached_segment)
         changes["memory"] = dataclasses.replace(changes["memory"], caching=caching, truncation=None)
+    if changes.pop("hierarchy", False):
+        changes["memory"] = _hierarchical(changes["memory"], size.hierarchy)
     if mixer in ONE_LAYER:
         layers = size.fields["num_layers"]
         memory_layer = round(3 * layers / 4) - 1  # the ninth of twelve

@@ -89,6 +89,7 @@ BASELINES["transformer-block-recurrence"] = {"mixer": "block_recurrence"}
 CACHED_RULES = ("linear_attention", "gated_delta_rule", "dla", "swla", "titans", "omeganet", "atlas")
 CACHING: tuple[str, ...] = ("residual", "grm", "soup", "ssc")
 CACHED_SOFTMAX_RULES = ("dot",)  # they do not support "soup"
+HIERARCHICAL_RULES = ("titans", "omeganet", "atlas")  # as TNT's memories; the paper has Titans and TTT
 LOG_LINEAR_RULES = ("dla", "titans")  # those of Memory Caching's tables; linear attention has `log-linear`
 
 # Backbones around a rule: suffix → mixer.
@@ -118,9 +119,11 @@ def _architectures() -> dict[str, dict[str, Any]]:
             table[f"{rule_name(rule)}-{aggregation}"] = {"mixer": "memory", "memory": rule, "caching": aggregation}
     for rule in LOG_LINEAR_RULES:
         table[f"{rule_name(rule)}-log-linear"] = {"mixer": "memory", "memory": rule, "caching": "log_linear"}
+    for rule in HIERARCHICAL_RULES:
+        table[f"{rule_name(rule)}-tnt"] = {"mixer": "memory", "memory": rule, "hierarchy": True}
     return table
 
 
 # Architecture → the fields of `ModelConfig` that it changes. In this table, "memory" is the name of a rule, "caching" that of an
-# aggregation, and "sampling" that of a sampling of Elastic Memory.
+# aggregation, "hierarchy" says that the memory is TNT's, and "sampling" that of a sampling of Elastic Memory.
 ARCHITECTURES: dict[str, dict[str, Any]] = _architectures()

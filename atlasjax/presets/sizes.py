@@ -9,6 +9,7 @@ from atlasjax.nn.config import (
     BlockAttentionConfig,
     BlockRecurrenceConfig,
     ElasticConfig,
+    HierarchyConfig,
     InfiniConfig,
     LaCTConfig,
     MelodiConfig,
@@ -50,6 +51,7 @@ class Size:
       memory: overrides for the rules that accept them.
       mamba2_state: published state size of Mamba-2 and Mamba-3.
       cached_segment: number of tokens in a segment of Memory Caching (MC: 256).
+      hierarchy: chunks and restarts of TNT's memories (TNT: 2,048 and 8).
       truncation: rule → `MemoryConfig.truncation`. A cached memory begins anew in each segment and needs none.
       max_positions: number of positions in models with learned positions.
       blocks: mixer → config, for the mixers that attend within blocks, or whose chunks are too long for the size.
@@ -62,6 +64,7 @@ class Size:
     memory: dict[str, Any] = dataclasses.field(default_factory=lambda: {"cache_window": 2048})
     mamba2_state: int = 128
     cached_segment: int = 256
+    hierarchy: HierarchyConfig = HierarchyConfig()
     truncation: Mapping[str, int] = dataclasses.field(default_factory=lambda: TRUNCATION)
     max_positions: int = 4096
     blocks: Mapping[str, object] = dataclasses.field(
@@ -85,6 +88,7 @@ SIZES: dict[str, Size] = {
         memory={"newton_schulz_every": 32, "expansion": 2, "cache_window": 64},
         mamba2_state=64,
         cached_segment=64,
+        hierarchy=HierarchyConfig(global_chunk=64, restart=128),
         truncation={"atlas": 1024, "atlas_plus_plus": 256},
         blocks=_blocks(ElasticConfig(64, block_size=64, context=512), layers=4)
         | {"lact": LaCTConfig(chunk_size=64, rank=8)},

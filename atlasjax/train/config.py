@@ -134,7 +134,8 @@ class TrainConfig:
       seed: seed of the parameters and of everything random in a run, except the order of the data (`data.seed`).
       run_dir: folder of checkpoints, metrics and plots; a path, or a URL on gs://.
       init_from: folder of another run, whose newest parameters and tokenizer a new run starts from. The model is that of the other
-        run; Memory Caching may be added (`CachingConfig.added`). No effect once the run has checkpoints.
+        run; Memory Caching may be added (`CachingConfig.added`), and `HierarchyConfig.fine_chunks` may change. No effect once the
+        run has checkpoints.
       eval_every: number of steps between evaluations on held-out text. 0 evaluates only at the end, where every run does.
       eval_batches: number of batches per evaluation of a text. None means all.
       evaluation_sets: further texts of each evaluation, "name=path" or "name=path,path": files (text, .jsonl, .parquet), folders

@@ -43,13 +43,18 @@ def check_base(config: TrainConfig) -> None:
     if base.model.caching is None and config.model.caching is not None:
         _check_added(config.model)
         kept = dataclasses.replace(kept, caching=None)
+    hierarchy, trained = config.model.memory.hierarchy, base.model.memory.hierarchy
+    if hierarchy is not None and trained is not None:
+        as_trained = dataclasses.replace(hierarchy, fine_chunks=trained.fine_chunks)
+        kept = dataclasses.replace(kept, memory=dataclasses.replace(kept.memory, hierarchy=as_trained))
     if base.model.branch is None:
         kept = dataclasses.replace(kept, branch=None)
     architecture, _, _ = changes_on_resume({"model": to_dict(base.model)}, {"model": to_dict(kept)})
     if architecture:
         raise ValueError(
             f"The run in init_from={config.init_from!r} has another architecture ({', '.join(architecture)}). A run starts from "
-            "the parameters of the same model; Memory Caching and a branch may be added, and the dropout may change."
+            "the parameters of the same model; Memory Caching and a branch may be added, and the dropout and the fine_chunks of a "
+            "hierarchy may change."
         )
 
 
