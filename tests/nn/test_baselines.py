@@ -237,7 +237,10 @@ def test_weight_decay_leaves_rates_and_steps_alone():
 
 
 @pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.slow), True])
-@pytest.mark.parametrize("name", some_slow(["gated_deltanet", "mamba2", "rwkv7", "gla"], ["mamba2", "rwkv7", "gla"]))
+@pytest.mark.parametrize(
+    "name",
+    some_slow(["gated_deltanet", "mamba2", "rwkv7", "gla", "kda", "gdn2"], ["mamba2", "rwkv7", "gla", "kda", "gdn2"]),
+)
 def test_kernels(name, packed, monkeypatch):
     """One matrix per head by the kernels that read it, named in the config; pieces of a stream are read without them."""
     for module, kernel in ((kernels, "chunk_memory"), (linear_kernels, "delta_rule"), (linear_kernels, "linear_rule")):

@@ -33,6 +33,7 @@ class GDN2Mixer(ChannelDecayMixer):
         super().__init__(config, rules.gdn2(), by_key=True, rngs=rngs)
 
     def write(self, x, k, v, more):
+        # Logits in the model's dtype: errors of a gate that acts once do not add up over tokens, as those of a decay do.
         erase, write = (jax.nn.sigmoid(logits.astype(jnp.float32)) for logits in more)
         removal_key = self.for_values(self.largest_step * erase * k.astype(jnp.float32))
         gates = memory.Gates(removal_key=removal_key, step_size=jnp.ones(v.shape[:3], jnp.float32))

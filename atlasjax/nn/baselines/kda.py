@@ -27,6 +27,7 @@ class LowRankLinear(Module):
     def __init__(self, dim: int, rank: int, shape: tuple[int, int], *, bias: bool = False, rngs: nnx.Rngs):
         self.down = Linear((dim, rank), ("embed", "rank"), rngs=rngs) if rank else None
         width, axis = (rank, "rank") if rank else (dim, "embed")
+        # Unlike RWKV-7's `LowRank`, these have the axis names of matrices: in the published models they have weight decay.
         self.up = Linear((width, *shape), (axis, "heads", None), bias=bias, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -126,7 +127,7 @@ class ChannelDecayMixer(HeadsMixer):
         return Tokens(self.for_values(q), self.for_values(k), v, gates, self.gate(x)), inputs
 
     def output(self, y, tokens):
-        # In float32, so that bfloat16 rounds once, as in the published models: SiLU's gate in `HeadsMixer` rounds three times.
+        # In float32, so that bfloat16 rounds once, as in the published models; the gate of `HeadsMixer` rounds three times.
         wide = self.norm(y.astype(jnp.float32)) * jax.nn.sigmoid(tokens.rest.astype(jnp.float32))
         return self.out(wide.astype(y.dtype).reshape(*y.shape[:2], -1))
 
