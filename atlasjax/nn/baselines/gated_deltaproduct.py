@@ -71,11 +71,14 @@ class GatedDeltaProductMixer(HeadsMixer):
         q, k, v = unit(q), unit(by_write(k, q.shape[2])), by_write(v, self.num_heads)
         logits = float32_product(x, self.gates)
         beta = self.largest_step * jax.nn.sigmoid(logits[:, :, : self.writes])
-        alpha = None if self.A_log is None else decay(logits[:, :, -1], self.A_log[...], self.dt_bias[...])
+        alpha = None
+        if self.A_log is not None and self.dt_bias is not None:
+            alpha = decay(logits[:, :, -1], self.A_log[...], self.dt_bias[...])
         z = z.reshape(*z.shape[:2], self.num_heads, self.value_dim)
         return Tokens(q, k, v, memory.Gates(retention=alpha, step_size=beta), z), inputs
 
     def recur(self, tokens, state, segment_ids, max_segments):
-        *rows, ids = interleaved(*tokens[:4], segment_ids)
-        y, state = run_memory(self.rule, Tokens(*rows), state, ids, max_segments, self.implementation)
+        rows = interleaved(tokens.q, tokens.k, tokens.v, tokens.gates, segment_ids)
+        tokens = Tokens(rows.q, rows.k, rows.v, rows.gates)
+        y, state = run_memory(self.rule, tokens, state, rows.segment_ids, max_segments, self.implementation)
         return last_reads(y, self.writes), state

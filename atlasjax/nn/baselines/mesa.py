@@ -8,7 +8,7 @@ from atlasjax import memory, rules
 from atlasjax.nn.baselines.recurrent import HeadProjections, HeadsMixer, Tokens, float32_product
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.layers import Linear, l2_normalize
-from atlasjax.nn.parameters import param, values
+from atlasjax.nn.parameters import param
 
 
 class MesaMixer(HeadsMixer):
@@ -32,13 +32,13 @@ class MesaMixer(HeadsMixer):
         self.inputs = HeadProjections(config.dim, self.num_heads, sizes, config.conv_width, 2, rngs=rngs)
         self.gates = Linear((config.dim, 2, self.num_heads), ("embed", None, "heads"), rngs=rngs)  # α, β
         self.gate_bias = param(jnp.zeros((2, self.num_heads), jnp.float32), None, "heads")
-        sizes = {"num_heads": self.num_heads, "key_dim": self.key_dim, "value_dim": self.value_dim}
-        self.ridge = param(memory.init_params(self.rule, jax.random.key(0), **sizes).ridge, "heads", None)
+        of_heads = {"num_heads": self.num_heads, "key_dim": self.key_dim, "value_dim": self.value_dim}
+        self.ridge = param(memory.init_params(self.rule, jax.random.key(0), **of_heads).ridge, "heads", None)
 
     def memory_params(self) -> memory.MesaParams:
         """λ̂ is learned; the matrix starts at zero."""
         weights = {"W": jnp.zeros((self.num_heads, self.value_dim, self.key_dim), jnp.float32)}
-        return memory.MesaParams(weights, values(self.ridge))
+        return memory.MesaParams(weights, self.ridge[...])
 
     def start_inputs(self, batch_size, dtype):
         return self.inputs.start(batch_size, dtype)
