@@ -35,6 +35,7 @@ CASES = {
     "own": MovingSum(),
     "grm_of_own": memory.CachedRule(MovingSum(), "grm", segment_size=6),
     "own_step": OwnStep(TITANS, "grm", segment_size=6),
+    "large_chunk": memory.LargeChunkRule(chunk_size=3, momentum=True),
     "soup": memory.CachedRule(TITANS, "soup", segment_size=6, start="carry"),
 }
 SLOW = ("softmax_online", "grm_of_tokens", "grm_of_own", "soup", "titans")  # "grm" has the steps of "titans"

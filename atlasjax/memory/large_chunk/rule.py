@@ -9,7 +9,7 @@ from atlasjax.memory.large_chunk.reference import reference_scan
 from atlasjax.memory.large_chunk.scan import xla_scan
 from atlasjax.memory.large_chunk.spec import LargeChunkSpec
 from atlasjax.memory.large_chunk.state import LargeChunkState
-from atlasjax.memory.large_chunk.step import read_state, xla_step
+from atlasjax.memory.large_chunk.step import read_state, xla_step, xla_step_layer
 from atlasjax.memory.rule import Sizes
 from atlasjax.memory.tokens import Tokens
 
@@ -88,6 +88,11 @@ class LargeChunkRule(LargeChunkSpec):
         self, params: MemoryParams, state: LargeChunkState, tokens: Tokens
     ) -> tuple[Float[Array, "batch heads value_dim"], LargeChunkState]:
         return xla_step(self, params, state, tokens)
+
+    def step_token_in_layer(
+        self, params: MemoryParams, states: LargeChunkState, layer: Int[Array, ""], tokens: Tokens
+    ) -> tuple[Float[Array, "batch heads value_dim"], LargeChunkState]:
+        return xla_step_layer(self, params, states, layer, tokens)
 
     def read(
         self, params: MemoryParams, state: LargeChunkState, q: Float[Array, "batch time heads key_dim"]

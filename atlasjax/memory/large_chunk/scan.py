@@ -56,19 +56,21 @@ def piece_of(tokens: Tokens) -> Piece:
 def add_piece(
     rule: LargeChunkSpec, dtype: jnp.dtype, params: MemoryParams, carry: Carry, piece: Piece, count: jax.Array | int
 ) -> tuple[Carry, jax.Array]:
-    """The carry after `count` tokens of a chunk, which is written where they are its last; and y."""
+    """The carry after `count` tokens of a chunk, before the chunk is written if they are its last; and y."""
     y, written = run_piece(rule, dtype, params, carry.memory, piece)
-    position = carry.position + count
-    ends = position == rule.chunk_size
-    carry = carry._replace(written=add(carry.written, written), position=position)
+    return carry._replace(written=add(carry.written, written), position=carry.position + count), y
 
-    def end(carry: Carry) -> Carry:
-        memory, momentum = write(rule, params.weights, carry.memory, carry.momentum, carry.written)
-        empty = jax.tree.map(jnp.zeros_like, (carry.written, carry.position))
-        return choose(ends, Carry(memory, momentum, *empty), carry)
 
-    # Most pieces and nearly all steps end no chunk, and an orthogonalization costs more than they do.
-    return jax.lax.cond(jnp.any(ends), end, lambda carry: carry, carry), y
+def ends_chunk(rule: LargeChunkSpec, carry: Carry) -> jax.Array:
+    """Whether the tokens of each row complete a chunk, [batch]."""
+    return carry.position == rule.chunk_size
+
+
+def end_chunks(rule: LargeChunkSpec, params: MemoryParams, carry: Carry) -> Carry:
+    """The carry with the complete chunks written."""
+    memory, momentum = write(rule, params.weights, carry.memory, carry.momentum, carry.written)
+    empty = jax.tree.map(jnp.zeros_like, (carry.written, carry.position))
+    return choose(ends_chunk(rule, carry), Carry(memory, momentum, *empty), carry)
 
 
 @functools.partial(jax.jit, static_argnames=("rule", "max_segments"))
@@ -130,7 +132,10 @@ def _pieces(
         piece, count, resets = xs
         if resets is not None:
             carry = choose(resets, fresh, carry)
-        return add_piece(rule, dtype, params, carry, piece, count)
+        carry, y = add_piece(rule, dtype, params, carry, piece, count)
+        # Most pieces end no chunk, and an orthogonalization costs more than they do.
+        some = jnp.any(ends_chunk(rule, carry))
+        return jax.lax.cond(some, functools.partial(end_chunks, rule, params), lambda carry: carry, carry), y
 
     rows = jax.tree.map(lambda x: grid.lay_chunks(x, where.slots, where.width, where.place), piece)
     xs = (rows, where.lengths.astype(jnp.int32), where.resets)
