@@ -1,6 +1,7 @@
 """`SoftmaxRule.scan`, the XLA engine: a call is laid out as blocks of chunks, with attention-like reads of the cache in between."""
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,11 +34,11 @@ from atlasjax.memory.softmax.tape import (
 from atlasjax.memory.tokens import Tokens
 
 _BLOCK_TOKENS = 128  # tokens that read the cache together; never changes the result
-_NOWHERE = 1 << 29  # a slot beyond any tape
+_NOWHERE = 1 << 29  # a place beyond any tape
 
 
 def plan(rule: SoftmaxSpec, time: int, dtype: jnp.dtype) -> tuple[int, int]:
-    """(tokens per chunk, chunks per block) for a call of `time` slots; static."""
+    """(tokens per chunk, chunks per block) for a call of so many places; static."""
     if rule.has_constant_gradient:
         return min(_BLOCK_TOKENS, time), 1
     return rule.chunk_size, max(1, min(_BLOCK_TOKENS // rule.chunk_size, -(-time // rule.chunk_size)))
@@ -65,9 +66,63 @@ def xla_scan(
     entries = time if state is None else state.keys.shape[2]
     state = empty_state(rule, params, batch, heads, 0, wide) if state is None else jax.tree.map(up, state)
 
-    # Slots on the tape.
-    place = keep = resets = overflow = None
-    places = time + (0 if fresh else rule.pending)
+    where = _places(rule, state, tokens, fresh, max_segments, lengths)
+    chunk, chunks = plan(rule, where.places, q.dtype)
+    sizes = Sizes(chunk, chunks, -(-where.places // (chunk * chunks)), product_dtype(q.dtype))
+    # An id may occur again later; 0 is the state's segment.
+    runs = None if segment_ids is None else jnp.cumsum(where.starts, axis=1, dtype=jnp.int32)
+    numbered = state._replace(segment=jnp.zeros_like(state.segment))
+    length = sizes.blocks * sizes.block
+    tape = tape_of(rule, numbered, tokens._replace(segment_ids=runs), where.place, length, where.keep)
+    ends = _ends(rule, state, where, chunk, time, lengths)
+    commits = jnp.ones((batch, sizes.blocks * sizes.chunks), bool)
+    if rule.pending:
+        commits = jnp.arange(sizes.blocks * sizes.chunks)[None] < (ends.end // chunk)[:, None]
+
+    y, cache, carry = _run(rule, sizes, params, state, tape, commits, where.resets, segment_ids is not None)
+    y = jnp.moveaxis(y.reshape(batch, heads, length, -1), 1, 2)
+    place = jnp.broadcast_to(jnp.arange(time), (batch, time)) if where.place is None else where.place
+    if time != y.shape[1] or segment_ids is not None or lengths is not None or not fresh:
+        y = grid.pick(y, time, place)
+    if rule.cache_window is None and not fresh:
+        begun = jax.lax.cummax(jnp.where(where.starts, place, -1), axis=1)
+        index = jnp.where(begun < 0, state.num_tokens[:, None] + place, place - begun)
+        y = jnp.where((index < entries)[:, :, None, None], y, jnp.nan)
+
+    entries = entries if rule.cache_window is None else rule.cache_window
+    new = _state_after(rule, sizes, state, cache, carry, tape, ends, entries)
+    if segment_ids is not None:
+        new = new._replace(segment=segment_ids[:, -1])
+    if where.overflow is not None:
+        spoil = lambda x: jnp.where(where.overflow.reshape(-1, *(1,) * (x.ndim - 1)), jnp.nan, x)
+        new = jax.tree.map(lambda x: spoil(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, new)
+    return y.astype(q.dtype), new
+
+
+class _Places(NamedTuple):
+    """The places of a call's tokens on the tape.
+
+    Attributes:
+      places: number of places; static.
+      place: [batch, time]. None if token t is at place t.
+      starts: [batch, time], whether a segment starts with the token.
+      keep: [batch], whether the state's segment goes on. None without places of segments.
+      resets: [chunks, batch], whether a chunk begins a segment. None if none does.
+      overflow: [batch], whether `max_segments` was too small. None without places of segments.
+    """
+
+    places: int
+    place: jax.Array | None
+    starts: jax.Array
+    keep: jax.Array | None = None
+    resets: jax.Array | None = None
+    overflow: jax.Array | None = None
+
+
+def _places(
+    rule: SoftmaxSpec, state: SoftmaxState, tokens: Tokens, fresh: bool, max_segments: int | None, lengths: jax.Array | None
+) -> _Places:  # fmt: skip
+    (batch, time), segment_ids = tokens.q.shape[:2], tokens.segment_ids
     starts = jnp.zeros((batch, time), bool)
     if segment_ids is not None:
         previous = jnp.where(state.segment < 0, segment_ids[:, 0], state.segment)
@@ -78,71 +133,62 @@ def xla_scan(
             where = grid.segmented_layout(
                 segment_ids, max_segments, b, b, 1, state.position, jnp.zeros_like(state.num_tokens), state.segment
             )
-            place, keep, resets, overflow = where.place, ~starts[:, 0], where.resets, where.overflow
-            places = where.num_slots * b
-    if place is None:
-        place = None if fresh or not rule.pending else state.position[:, None] + jnp.arange(time)[None]
+            return _Places(where.num_slots * b, where.place, starts, ~starts[:, 0], where.resets, where.overflow)
+    place = None if fresh or not rule.pending else state.position[:, None] + jnp.arange(time)[None]
     if lengths is not None:
         assert segment_ids is None
         t = jnp.arange(time)[None]
-        # They get distinct slots beyond any tape, because the scatter declares its indices unique.
+        # They get distinct places beyond any tape, because the scatter declares its indices unique.
         place = jnp.where(t < lengths[:, None], state.position[:, None] + t, _NOWHERE + t)
-    chunk, chunks = plan(rule, places, q.dtype)
-    sizes = Sizes(chunk, chunks, -(-places // (chunk * chunks)), product_dtype(q.dtype))
-    runs = (
-        None if segment_ids is None else jnp.cumsum(starts, axis=1, dtype=jnp.int32)
-    )  # an id may occur again later; 0 is the state's segment
-    numbered = state._replace(segment=jnp.zeros_like(state.segment))
-    tape = tape_of(rule, numbered, tokens._replace(segment_ids=runs), place, sizes.blocks * sizes.block, keep)
-    if place is None:
-        place = jnp.broadcast_to(jnp.arange(time), (batch, time))
+    return _Places(time + (0 if fresh else rule.pending), place, starts)
 
-    # All chunks are committed except an unfinished last one.
+
+class _Ends(NamedTuple):
+    """How far a call gets, [batch] each: places of committed chunks, tokens in an unfinished last one, entries of the cache."""
+
+    end: jax.Array
+    position: jax.Array
+    entries: jax.Array
+
+
+def _ends(
+    rule: SoftmaxSpec, state: SoftmaxState, where: _Places, chunk: int, time: int, lengths: jax.Array | None
+) -> _Ends:
+    """All chunks are committed except an unfinished last one."""
+    batch = state.position.shape[0]
+    place = jnp.broadcast_to(jnp.arange(time), (batch, time)) if where.place is None else where.place
     used = place[:, -1] + 1 if lengths is None else state.position + lengths
     position = used % chunk if rule.pending else jnp.zeros_like(used)
     end = used - position
-    last_start = jnp.max(jnp.where(starts, place, -1), axis=1)
+    last_start = jnp.max(jnp.where(where.starts, place, -1), axis=1)
     count = end - jnp.maximum(last_start, 0) + jnp.where(last_start < 0, state.num_tokens, 0)
     if rule.cache_window is not None:
         count = jnp.minimum(count, rule.cache_window)
-    num_chunks = sizes.blocks * sizes.chunks
-    commits = jnp.ones((batch, num_chunks), bool)
-    if rule.pending:
-        commits = jnp.arange(num_chunks)[None] < (end // chunk)[:, None]
+    return _Ends(end, position, count)
 
-    y, cache, carry = _run(rule, sizes, params, state, tape, commits, resets, segment_ids is not None)
-    y = jnp.moveaxis(y.reshape(batch, heads, sizes.blocks * sizes.block, -1), 1, 2)
-    if place.shape[1] != y.shape[1] or segment_ids is not None or lengths is not None or not fresh:
-        y = grid.pick(y, time, place)
-    if rule.cache_window is None and not fresh:
-        begun = jax.lax.cummax(jnp.where(starts, place, -1), axis=1)
-        index = jnp.where(begun < 0, state.num_tokens[:, None] + place, place - begun)
-        y = jnp.where((index < entries)[:, :, None, None], y, jnp.nan)
 
+def _state_after(
+    rule: SoftmaxSpec, sizes: Sizes, state: SoftmaxState, cache: Cache, carry: Carry, tape: Tape, ends: _Ends, entries: int
+) -> SoftmaxState:  # fmt: skip
+    """The state after a call, whose cache has room for so many entries; with the segment before the call."""
     before = cache.decay.shape[2] - sizes.blocks * sizes.block
-    if rule.cache_window is not None:
-        entries = rule.cache_window
-    kept = stored_cache(rule, cache, before + end, count, entries)
-    tail = cut_tail(rule, state, tape, end, count, position)
+    kept = stored_cache(rule, cache, before + ends.end, ends.entries, entries)
+    tail = cut_tail(rule, state, tape, ends.end, ends.entries, ends.position)
     if not rule.has_constant_gradient:
-        real = tail_places(rule, count, position)
-        tail = tail._replace(preactivations=cache_reads(rule, kept, count, tail.keys, sizes.dtype, real))
-    new = SoftmaxState(
+        real = tail_places(rule, ends.entries, ends.position)
+        tail = tail._replace(preactivations=cache_reads(rule, kept, ends.entries, tail.keys, sizes.dtype, real))
+    return SoftmaxState(
         keys=kept.keys,
         coefficients=kept.coefficients,
         momentum=kept.momentum,
         decay=kept.decay,
-        num_tokens=count.astype(jnp.int32),
+        num_tokens=ends.entries.astype(jnp.int32),
         weights=carry.weights,
         weights_momentum=carry.weights_momentum,
         tail=tail,
-        position=position.astype(jnp.int32),
-        segment=state.segment if segment_ids is None else segment_ids[:, -1],
+        position=ends.position.astype(jnp.int32),
+        segment=state.segment,
     )
-    if overflow is not None:
-        spoil = lambda x: jnp.where(overflow.reshape(-1, *(1,) * (x.ndim - 1)), jnp.nan, x)
-        new = jax.tree.map(lambda x: spoil(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, new)
-    return y.astype(q.dtype), new
 
 
 def _run(
@@ -259,6 +305,6 @@ def cache_reads(
 
 
 def stored_places(rule: SoftmaxSpec, entries: int, count: jax.Array) -> jax.Array:
-    """Whether each slot of a stored cache holds an entry, [batch, N]."""
+    """Whether each place of a stored cache holds an entry, [batch, N]."""
     place = jnp.arange(entries)[None]
     return place < count[:, None] if rule.cache_window is None else place >= entries - count[:, None]
