@@ -203,7 +203,7 @@ def trapezoidal_scan(
 
 
 def _gates(gates: memory.Gates, rank: int, delta: jax.Array, decay: jax.Array, blend: jax.Array) -> memory.Gates:
-    """The gates of `rules.mamba3` for the R calls of each token, one after another: [batch, time · R, heads(, R + 1)].
+    """The gates of `rules.mamba3`, whose tokens are the R pairs of each token here: [batch, time · R, heads(, R + 1)].
 
     The first one decays the memory and writes all pairs of the token before, which are then the last R in the window.
     """

@@ -51,16 +51,16 @@ def polysketch(chunk_size: int = 64, features: features_lib.Features = features_
     )  # fmt: skip
 
 
-@register("W_t = α W_{t−1} + η (γ_0 v_t k_tᵀ + Σ_{1≤j≤r} γ_j v_{t−j} k_{t−j}ᵀ)")
+@register("W_t = α W_{t−1} + η (γ_0 v_t k_tᵀ + γ_1 v_{t−1} k_{t−1}ᵀ)")
 def mamba3(chunk_size: int = 64, rank: int = 1) -> MemoryRule:
     """The exponential-trapezoidal recurrence of Mamba-3 (Lahoti et al. 2026, arXiv 2603.15569): `swla` with a window of rank + 1.
 
         W_t = α_t W_{t−1} + Δ_t (λ_t v_t k_tᵀ + (1 − λ_t) α_t v_{t−1} k_{t−1}ᵀ)
 
     Gates: retention α = exp(Δ A), step_size Δ ≥ 0, and window_weights (λ, (1 − λ) α), which are in [0, 1] however large Δ is. With
-    λ = 1 it is `retnet`, the recurrence of Mamba-2. Keys and queries are given rotated. A write of higher rank is r calls of one
-    token each (`atlasjax.mixers.mamba3`), of which the first one has α, and (λ, (1 − λ) α, …, (1 − λ) α) as weights: its window
-    reaches back over the r pairs of the token before. The others have α = 1 and (λ, 0, …, 0).
+    λ = 1 it is `retnet`, the recurrence of Mamba-2. Keys and queries are given rotated. A token of rank R is R tokens of this rule
+    (`atlasjax.mixers.mamba3`). The first one has α, and (λ, (1 − λ) α, …, (1 − λ) α) as weights: its window reaches back over all R
+    pairs of the token before. The others have α = 1 and (λ, 0, …, 0).
 
     Raises:
       ValueError: rank is not an integer ≥ 1.

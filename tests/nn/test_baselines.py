@@ -14,7 +14,7 @@ from atlasjax.memory.fast_weights import kernels, linear_kernels
 from atlasjax.nn import CachingConfig, KDAConfig, Mamba3Config, ModelConfig, SSMConfig, logical_axes
 from atlasjax.nn.mixers import MIXERS
 from atlasjax.train.optimizer import decay_mask
-from tests.marks import some_slow
+from tests.marks import if_slow, some_slow
 from tests.nn.cases import BASELINES, FORMS, FORMULAS
 
 DIM, HEADS, KEY, BATCH, TIME = 12, 2, 4, 2, 14
@@ -239,7 +239,7 @@ def test_weight_decay_leaves_rates_and_steps_alone():
 @pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(
     "name",
-    some_slow(["gated_deltanet", "mamba2", "rwkv7", "gla", "kda", "gdn2"], ["mamba2", "rwkv7", "gla", "kda", "gdn2"]),
+    ["gated_deltanet", *map(if_slow, ("mamba2", "mamba3", "rwkv7", "gla", "kda", "gdn2"))],
 )
 def test_kernels(name, packed, monkeypatch):
     """One matrix per head by the kernels that read it, named in the config; pieces of a stream are read without them."""
