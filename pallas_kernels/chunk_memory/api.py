@@ -43,6 +43,7 @@ def chunk_memory(
     step_size: Float[Array, "batch time heads"],
     retention: Float[Array, "batch time heads"] | None = None,
     momentum_decay: Float[Array, "batch time heads"] | None = None,
+    write_size: Float[Array, "batch time heads"] | None = None,
     window_weights: Float[Array, "batch time heads window"] | None = None,
     chunk_size: int = 64,
     newton_schulz: tuple[Triple, ...] | None = None,
@@ -58,7 +59,7 @@ def chunk_memory(
     implementation: str = "pallas_tpu",
     interpret: Interpret = False,
 ) -> tuple[Float[Array, "batch time heads value_dim"], Weights, Weights | None]:
-    """M_t = α_t M_{t−1} + S_t, S_t = θ_t S_{t−1} − η_t Σ_j γ_{t,j} ∇ℓ(M_{t'}; k_{t−j}, v_{t−j}), y_t = M_t(q_t).
+    """M_t = α_t M_{t−1} + β_t S_t, S_t = θ_t S_{t−1} − η_t Σ_j γ_{t,j} ∇ℓ(M_{t'}; k_{t−j}, v_{t−j}), y_t = M_t(q_t).
 
     This is A Eq. 12–13 with the window of Eq. 9 and the chunks of §3.3. M_{t'} is the memory at the start of the token's chunk. The
     sequence starts a chunk. With `newton_schulz` (Muon, A Eq. 32–33) the step size multiplies the
@@ -74,6 +75,7 @@ def chunk_memory(
       step_size: η, [batch, time, heads].
       retention: α, [batch, time, heads]. None means 1.
       momentum_decay: θ, [batch, time, heads]. None means no momentum: S_t is the step itself.
+      write_size: β, [batch, time, heads]. None means 1. Needs momentum, and not with `newton_schulz`.
       window_weights: γ, [batch, time, heads, c] with 1 ≤ c ≤ 64. None means c = 1 and γ = 1.
       chunk_size: a power of two from 8 to 256. It affects the result.
       newton_schulz: triples (a, b, c), one per step, for a memory written by Muon, which needs momenta. None means no Muon.
@@ -103,8 +105,8 @@ def chunk_memory(
         support.
     """
     call = Call(
-        structure, objective, weights, momenta, q, k, v, step_size, retention, momentum_decay, window_weights, chunk_size,
-        newton_schulz, every, step_bound, horizon, floor, threshold, norm_bound, window, segments, norm,
+        structure, objective, weights, momenta, q, k, v, step_size, retention, momentum_decay, write_size, window_weights,
+        chunk_size, newton_schulz, every, step_bound, horizon, floor, threshold, norm_bound, window, segments, norm,
     )  # fmt: skip
     check(call, implementation)
     call = call._replace(horizon=1.0 if horizon is None else horizon)
@@ -174,7 +176,7 @@ def _chunk(call: Call, order: _Order) -> MemoryChunk:
         call.structure, call.objective, order.names, call.momentum_decay is not None, call.retention is not None,
         1 if call.window_weights is None else call.window_weights.shape[-1], token_precision(call.q.dtype),
         step_bound=call.step_bound, horizon=call.horizon, norm_bound=call.norm_bound, norm=call.norm is not None,
-        threshold=call.threshold is not None, transposed=order.transposed,
+        threshold=call.threshold is not None, transposed=order.transposed, write_gate=call.write_size is not None,
     )  # fmt: skip
 
 
@@ -196,11 +198,12 @@ def _carry(call: Call, order: _Order) -> _Carry:
 
 
 def _rows(call: Call) -> list[tuple[jax.Array, float]]:
-    """The gates in the order of `MemoryChunk`, each with its value at padding: there η is 0, and α and θ keep the state."""
+    """The gates in the order of `MemoryChunk`, each with its value at padding: there η and β are 0, and α and θ keep the state."""
     ones, gamma = call.ones, call.window_weights
     real = ones if call.segments is None else jnp.broadcast_to(call.segments.real[:, :, None], ones.shape)
     rows = [(call.step_size, 0.0), (real, 0.0)]
     rows += [(x, 1.0) for x in (call.retention, call.momentum_decay) if x is not None]
+    rows += [] if call.write_size is None else [(call.write_size * real, 0.0)]
     if call.step_bound is not None:
         past = None if call.window is None else call.window.real_floor
         rows.append((0.0 * ones if call.floor is None else windowed_floor(call.floor, gamma, past), 0.0))

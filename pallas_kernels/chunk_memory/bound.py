@@ -5,7 +5,8 @@ with the memory M_0 at which its gradients are taken. With G_t = Σ_i Γ[t,i] �
 loss down to the target, n_t = f_t + floor_t and u_t = H θ_t,
 
     η̄_t = min(η_t, step/H · f_t / ‖G_t‖²)        η'_t = η̄_t (1 + x_t / n_t)
-    x_t = (a_{t−1} − 1) ⟨G_t, M_0⟩ + (s_{t−1} + u_t β_{t−1}) ⟨G_t, S_0⟩ − Σ_{j<t} (T_α T_θ + u_t T_θ)[t−1, j] η'_j ⟨G_t, G_j⟩
+    x_t = (a_{t−1} − 1) ⟨G_t, M_0⟩ + (s_{t−1} + u_t b_{t−1}) ⟨G_t, S_0⟩
+          − Σ_{j<t} (T_α diag(β) T_θ + u_t T_θ)[t−1, j] η'_j ⟨G_t, G_j⟩
 
 This is one unit lower-triangular system, and ⟨∇_i, ∇_j⟩ = (left_i · left_j)(input_i · input_j) for each weight.
 """
@@ -103,8 +104,8 @@ class System(NamedTuple):
     """What the system of a chunk's step sizes takes from its gates. Columns of tokens, and one matrix.
 
     step: η. most: step / H, the same for all tokens. floor: n − f. retained: a_{t−1} − 1, of ⟨G_t, M_0⟩, or None without
-    retention. share: s_{t−1} + u_t β_{t−1}, of ⟨G_t, S_0⟩, or None without momentum. across: (T_α T_θ + u_t T_θ)[t−1, j],
-    [m, P · m].
+    retention. share: s_{t−1} + u_t b_{t−1}, of ⟨G_t, S_0⟩, or None without momentum. across:
+    (T_α diag(β) T_θ + u_t T_θ)[t−1, j], [m, P · m].
     """
 
     step: jax.Array

@@ -28,6 +28,7 @@ class Call(NamedTuple):
     step_size: jax.Array
     retention: jax.Array | None
     momentum_decay: jax.Array | None
+    write_size: jax.Array | None
     window_weights: jax.Array | None
     chunk_size: int
     newton_schulz: tuple[Triple, ...] | None
@@ -69,6 +70,7 @@ def _check_tokens(call: Call) -> None:
         "step_size": (call.step_size, tokens),
         "retention": (call.retention, tokens),
         "momentum_decay": (call.momentum_decay, tokens),
+        "write_size": (call.write_size, tokens),
         "floor": (call.floor, tokens),
         "threshold": (call.threshold, tokens),
         "window_weights": (
@@ -120,6 +122,10 @@ def _check_choices(call: Call, implementation: str) -> None:
     muon = call.newton_schulz is not None
     if call.threshold is not None and (muon or call.window_weights is not None):
         raise ValueError("chunk_memory: threshold cannot be used with newton_schulz, nor with window_weights.")
+    if call.write_size is not None and (muon or call.momenta is None):
+        raise ValueError(
+            "chunk_memory: write_size β needs momenta S, and cannot be used with newton_schulz, where η is such a gate."
+        )
     if call.segments is not None:
         call.segments.check("chunk_memory", call.q.shape[0], call.q.shape[1], call.chunk_size)
     if muon and call.momenta is None:

@@ -73,13 +73,14 @@ class MemoryChunk:
     Carry: the weights by name [out, in], those of `transposed` as [in, out]; with `norm`, scale and bias of the LayerNorm inside
     the memory [1, value_dim], which do not change; with momentum, S in the form of the weights; for c > 1, keys and values of the
     window [`window_rows`, dim] and whether they are real [`window_rows`, 1]. Inputs: q, k, v [m, dim] and gates [n, m] with the
-    rows η, real (1, or 0 for padding), α if `retention`, θ if `momentum`, n − a of the windowed losses if `step_bound`,
-    the objective's δ if `threshold`, γ_0 … γ_{c−1} if c > 1. m is a power of two.
+    rows η, real (1, or 0 for padding), α if `retention`, θ if `momentum`, β (0 for padding) if `write_gate`, n − a of the windowed
+    losses if `step_bound`, the objective's δ if `threshold`, γ_0 … γ_{c−1} if c > 1. m is a power of two.
 
     Attributes:
       structure, objective: hashable; residual structures add φ(k) = k itself.
       names: names of the weights, in the carry's order.
       momentum, retention: whether there are S and θ, and whether there is α.
+      write_gate: whether there is β; then there is momentum.
       norm: whether there is a LayerNorm inside the memory.
       threshold: whether the objective has one for each token; then c = 1.
       transposed: names of the weights whose matrices, also of momenta, are transposed (`tall`).
@@ -103,6 +104,7 @@ class MemoryChunk:
     norm: bool = False
     threshold: bool = False
     transposed: tuple[str, ...] = ()
+    write_gate: bool = False
 
     def __call__(self, carry: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
         return self._chunk(carry, xs, lambda of_head: of_head, lambda width, *of_head: self.coefficients(1, *of_head))
@@ -229,12 +231,13 @@ class MemoryChunk:
         """The gates as separate rows, [..., 1, m] each; those of the window follow them."""
         row = lambda place: rows[..., place : place + 1, :]
         theta = 2 + self.retention
-        floor = theta + self.momentum
+        floor = theta + self.momentum + self.write_gate
         return Gates(
             row(0),
             row(1),
             row(2) if self.retention else None,
             row(theta) if self.momentum else None,
+            row(theta + 1) if self.write_gate else None,
             None if self.step_bound is None else row(floor),
             row(floor + (self.step_bound is not None)) if self.threshold else None,
         )

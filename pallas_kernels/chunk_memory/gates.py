@@ -15,19 +15,20 @@ from pallas_kernels.triangular import decay_products
 
 
 class Gates(NamedTuple):
-    """Rows [1, P · m], where retention, momentum_decay, floor and threshold may be None (see `MemoryChunk`)."""
+    """Rows [1, P · m], where all after `real` may be None (see `MemoryChunk`)."""
 
     step: jax.Array
     real: jax.Array
     retention: jax.Array | None
     momentum_decay: jax.Array | None
+    write_size: jax.Array | None
     floor: jax.Array | None
     threshold: jax.Array | None
 
 
 class Decays(NamedTuple):
-    """start: a_t = α_0 … α_t, a column. pending: T_α T_θ [m, P · m], or T_α without momentum, zero in the columns of padding, which
-    adds no S. momentum_start: β_t = θ_0 … θ_t, a column. momentum: T_θ [m, P · m]. started: s_t, the coefficient of S_0 in M_t, a
+    """start: a_t = α_0 … α_t, a column. pending: T_α diag(β) T_θ [m, P · m], or T_α without momentum, with β = 0 for padding, which
+    adds no S. momentum_start: b_t = θ_0 … θ_t, a column. momentum: T_θ [m, P · m]. started: s_t, the coefficient of S_0 in M_t, a
     column. None without retention or momentum."""
 
     start: jax.Array | None
@@ -56,17 +57,17 @@ def decays(gates: Gates, heads: int = 1, precision: Precision = HIGHEST) -> Deca
     m = gates.step.shape[1] // heads
     shape = m, heads * m
     row, lane = place(shape, 0, heads), place(shape, 1, heads)
-    a = beta = products = s = None
+    a = momentum_start = products = s = None
     if gates.retention is None:
         pairwise = (row >= lane).astype(jnp.float32)
     else:
         pairwise, a = decay_products(gates.retention, heads, precision)
-    pending = pairwise * gates.real
+    pending = pairwise * (gates.real if gates.write_size is None else gates.write_size)
     if gates.momentum_decay is not None:
-        products, beta = decay_products(gates.momentum_decay, heads, precision)
+        products, momentum_start = decay_products(gates.momentum_decay, heads, precision)
         pending = times(pending, products, heads, precision)
-        s = entry(beta, 0) * first_column(pending, heads)
-    return Decays(a, pending, beta, products, s)
+        s = entry(momentum_start, 0) * first_column(pending, heads)
+    return Decays(a, pending, momentum_start, products, s)
 
 
 def coefficients(decays: Decays, step: jax.Array) -> Coefficients:

@@ -74,6 +74,7 @@ def _gates(call: Call) -> dict[str, jax.Array]:
         "step_size": call.step_size,
         "retention": given(call.retention, ones),
         "momentum_decay": given(call.momentum_decay, ones),
+        "write_size": given(call.write_size, ones),
         "window_weights": given(call.window_weights, ones[..., None]),
         "floor": given(call.floor, 0.0 * ones),
     } | ({} if call.threshold is None else {"threshold": call.threshold})
@@ -114,7 +115,7 @@ class _Head:
         if (triples := call.newton_schulz) is not None:
             writes = jnp.where((t % call.chunk_size + 1) % call.every == 0, gates["step_size"][t], 0.0)
             steps = jax.tree.map(lambda x: writes * newton_schulz(x, len(triples), triples), steps)
-        w = jax.tree.map(lambda w, x: gates["retention"][t] * w + x, w, steps)
+        w = jax.tree.map(lambda w, x: gates["retention"][t] * w + gates["write_size"][t] * x, w, steps)
         q = self.of.q[t][None]
         y = call.structure.apply(_matmul(w), q, q, self.of.norm)[0]
         # Padding changes nothing.

@@ -23,6 +23,7 @@ SUPPORTED = {
     "momentum_full_retention", "gated", "gated_small", "moneta_row", "atlas", "atlas_plus_plus", "titans_unbounded",
     "titans_at_its_limits", "own_features", "deep_small", "yaad", "ttt_linear", "ttt_mlp", "ttt_mlp_small", "gla", "rwkv7",
     "rwkv7_one_key", "delta_rule_decay", "gdn2", "comba", "pgdn", "read_key_decays_last",
+    "titans_write_gate",
 }  # fmt: skip
 
 
@@ -49,7 +50,7 @@ PALLAS = functools.partial(memory.scan, implementation="pallas_tpu")
         if_slow("delta_rule_decay"),
         if_slow("titans_matrix"), if_slow("omeganet"), if_slow("titans"),
         if_slow("moneta_row"), if_slow("swla"), if_slow("polysketch"), if_slow("dla"), if_slow("gated"), if_slow("yaad"),
-        "ttt_linear", if_slow("ttt_mlp"),
+        "ttt_linear", if_slow("ttt_mlp"), if_slow("titans_write_gate"),
     ],
 )  # fmt: skip
 def test_outputs_state_and_gradients(name, interpreted):

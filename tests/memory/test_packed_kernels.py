@@ -101,6 +101,8 @@ DEEP = [
     if_slow("swla", "pallas_gpu"),
     if_slow("momentum_full_retention", "pallas_tpu"),
     if_slow("gated", "pallas_tpu"),
+    if_slow("titans_write_gate", "pallas_tpu"),
+    if_slow("titans_write_gate", "pallas_gpu"),
     if_slow("ttt_mlp", "pallas_tpu"),  # with a LayerNorm inside
 ]
 

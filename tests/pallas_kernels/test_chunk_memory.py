@@ -32,6 +32,7 @@ def inputs(structure, batch, time, heads, dim, *, gates, window=1, dtype="float3
     }
     weights, momenta = normal(1.0), normal(0.1) if "momentum_decay" in gates else None
     ranges = {"step_size": (0.01, 0.1), "retention": (0.0, 1.0), "momentum_decay": (0.0, 0.9), "threshold": (0.1, 1.0)}
+    ranges["write_size"] = (0.0, 1.0)
     values = {name: rng.uniform(*ranges[name], tokens) for name in ("step_size", *gates)}
     if window > 1:
         values["window_weights"] = rng.uniform(0, 1, (*tokens, window))
@@ -62,6 +63,7 @@ def close(found, expected, tolerance):
         (MLP, L2, (2, 37, 2, 4), ("retention", "momentum_decay"), 5),
         if_slow(MLP, L2, (1, 16, 1, 8), (), 1),
         if_slow(MLP, L2, (1, 21, 1, 4), ("momentum_decay",), 1),
+        (MATRIX, L2, (1, 21, 1, 4), ("retention", "momentum_decay", "write_size"), 2),
         if_slow(MLP, L2, (1, 21, 1, 4), ("retention",), 12),
         (GATED, L2, (1, 19, 1, 4), ("retention", "momentum_decay"), 3),
         (structures.MLP(depth=3, expansion=1), DOT, (1, 9, 1, 4), ("retention", "momentum_decay"), 1),
@@ -84,6 +86,7 @@ def test_values_and_gradients(structure, objective, shape, gates, window):
         if_slow(GATED, L2, (1, 16, 1, 4), ("momentum_decay",), 12),  # the window is longer than a chunk
         if_slow(structures.MLP(depth=3, expansion=1), L2, (1, 17, 1, 4), ("retention",), 1),
         (MATRIX, objectives.Huber(), (1, 21, 2, 4), ("retention", "threshold"), 1),
+        if_slow(MLP, objectives.Huber(), (1, 21, 2, 4), ("momentum_decay", "write_size", "threshold"), 1),
     ],
     ids=str,
 )
@@ -164,6 +167,11 @@ def test_bad_input():
         (r"window_weights has shape \(1, 8, 2\)", (weights, momenta, q, k, v), {"window_weights": values["step_size"]}),
         ("should all be float32 or all bfloat16", (weights, momenta, q, k.astype(jnp.bfloat16), v), {}),
         ("give both momenta S and momentum_decay θ", (weights, None, q, k, v), {}),
+        (
+            "write_size β needs momenta S",
+            (weights, None, q, k, v),
+            {"momentum_decay": None, "write_size": values["step_size"]},
+        ),
         (r"momenta\['W1'\] is missing", (weights, {"W2": momenta["W2"]}, q, k, v), {}),
         (r"weights\['W1'\] has shape", (jax.tree.map(lambda w: w[:, :1], weights), momenta, q, k, v), {}),
         (r"floor has shape \(1, 8\), should be", (weights, momenta, q, k, v), {"floor": jnp.zeros((1, 8))}),

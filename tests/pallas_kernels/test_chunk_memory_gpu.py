@@ -28,6 +28,7 @@ GPU = {"chunk_size": 16, "implementation": "pallas_gpu", "interpret": True}
         # Tokens are padded to 16.
         if_slow(MATRIX, objectives.Lp(4.0), (1, 37, 1, 8), ("retention",), 20),
         (structures.MLP(depth=1), DOT, (1, 20, 1, 24), (), 1),
+        (MATRIX, L2, (1, 20, 1, 16), ("retention", "momentum_decay", "write_size"), 1),
     ],
     ids=str,
 )
@@ -72,6 +73,7 @@ def large_steps(structure, shape, gates, window):
         ),  # longer than a chunk
         if_slow(GATED, L2, (1, 37, 1, 16), ("momentum_decay",), 20, 16),
         (MATRIX, objectives.Huber(), (1, 20, 1, 8), ("retention", "threshold"), 1, 16),
+        if_slow(MATRIX, L2, (1, 37, 1, 16), ("retention", "momentum_decay", "write_size"), 3, 16),
         # Blocks of 32 tokens, without and with those of a window.
         if_slow(NARROW, L2, (1, 70, 1, 16), ("retention", "momentum_decay"), 1, 64),
         if_slow(NARROW, L2, (1, 70, 1, 16), ("retention",), 40, 64),

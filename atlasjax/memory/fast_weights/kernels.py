@@ -109,7 +109,6 @@ def unsupported(
         f"q is {q.dtype}, should be float32 or bfloat16": q.dtype not in (jnp.float32, jnp.bfloat16),
         f"structure={rule.structure!r} has an inner LayerNorm": rule.structure.norm and (on_gpu or rule.uses_muon),
         f"optimizer={rule.optimizer!r} has a step size per channel": rule.optimizer.per_channel,
-        f"optimizer={rule.optimizer!r} has a write gate": rule.optimizer.write_gate,
         f"optimizer={rule.optimizer!r} writes every {every} tokens, which is not a power of two": bool(
             every & (every - 1)
         ),
@@ -314,9 +313,9 @@ def _chunks(
     y, memory, momentum = chunk_memory(
         structure, rule.limited_objective, before.memory, before.momentum, query.astype(q.dtype), key, value,
         step_size=gates.step_size, retention=gates.retention, momentum_decay=gates.momentum_decay,
-        window_weights=gates.window_weights, implementation=implementation, chunk_size=_chunk_size(rule),
-        step_bound=rule.step_bound, horizon=rule.horizon, floor=floor, threshold=gates.threshold, norm_bound=rule.norm_bound,
-        window=window, segments=segments, norm=params.norm, **muon,
+        write_size=gates.write_size, window_weights=gates.window_weights, implementation=implementation,
+        chunk_size=_chunk_size(rule), step_bound=rule.step_bound, horizon=rule.horizon, floor=floor, threshold=gates.threshold,
+        norm_bound=rule.norm_bound, window=window, segments=segments, norm=params.norm, **muon,
     )  # fmt: skip
     if apart:
         y = (y + query_skip).astype(q.dtype)
