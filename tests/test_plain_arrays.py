@@ -19,6 +19,7 @@ from atlasjax.mixers import (
     attention,
     block_recurrence,
     convolution,
+    curvature,
     delta_product,
     gam,
     infini,
@@ -130,6 +131,9 @@ def mixer_calls():
     stream = {"weights": floats(B, T, H, state.states.shape[2]), "state": state}
     yield "log_linear.extend", log_linear.extend, {}, tokens | stream
     yield "log_linear.segment_weights", log_linear.segment_weights, {}, {"connector": X, "keys": X, "segment_ids": IDS}
+    sums = {"step_size": floats(B, T, H), "retention": floats(B, T, H), "center": floats(H)}
+    yield "curvature", curvature.preconditioned_keys, {}, {"k": X, **sums, "segment_ids": IDS}
+    yield "curvature", curvature.preconditioned_keys, {}, {"k": X, **sums, "state": floats(B, H, D)}
     writes = {"k": floats(B, T, 2, H, D), "v": floats(B, T, 2, H, D)}
     gates = memory.Gates(retention=floats(B, T, H), step_size=floats(B, T, 2, H))
     rows = {**tokens, **writes, "segment_ids": IDS}
@@ -198,6 +202,8 @@ def may_be(name, what, arrays):
     leaf = not isinstance(arrays[name], tuple)
     if name in OPTIONAL and (what.endswith("is None") or (leaf and what.endswith("missing"))):
         return True
+    if name == "center" and what.endswith("a number"):
+        return True
     return name in ("coefficients", "positions", "signal", "x") and what.endswith(
         ("another rank", "list")
     )  # any rank; numbers
@@ -205,7 +211,7 @@ def may_be(name, what, arrays):
 
 def begins(call, what):
     """Whether a call without a state begins with a fresh one."""
-    optional = call.endswith(("scan", "reference", "rotations", "mamba", "mamba2", "mamba3", "gam.mix"))
+    optional = call.endswith(("scan", "reference", "rotations", "mamba", "mamba2", "mamba3", "gam.mix", "curvature"))
     return optional and what.endswith(("None", "missing"))
 
 
