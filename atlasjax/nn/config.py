@@ -82,6 +82,8 @@ MIXER_NAMES = {
     "mesa": "atlasjax.nn.baselines.mesa:MesaMixer",
     "gated_deltaproduct": "atlasjax.nn.baselines.gated_deltaproduct:GatedDeltaProductMixer",
     "momentum_deltanet": "atlasjax.nn.baselines.momentum_deltanet:MomentumDeltaNetMixer",
+    "comba": "atlasjax.nn.baselines.comba:CombaMixer",
+    "pgdn": "atlasjax.nn.baselines.preconditioned:PGDNMixer",
     "rwkv7": "atlasjax.nn.baselines.rwkv7:RWKV7Mixer",
     "longhorn": "atlasjax.nn.baselines.longhorn:LonghornMixer",
     "log_linear": "atlasjax.nn.baselines.log_linear:LogLinearMixer",
@@ -343,7 +345,7 @@ class ModelConfig:
 
     @property
     def value_heads(self) -> int:
-        """Number of heads of values of the mixers "gated_deltanet" and "momentum_deltanet"."""
+        """Number of heads of values of the mixers "gated_deltanet", "momentum_deltanet", "comba" and "pgdn"."""
         return self.gated_deltanet.value_heads or self.num_heads
 
     @property

@@ -79,11 +79,11 @@ class HeadNormConfig:
 
 @dataclasses.dataclass(frozen=True)
 class GatedDeltaNetConfig:
-    """Gated DeltaNet (mixer "gated_deltanet").
+    """Gated DeltaNet (mixer "gated_deltanet"), and the sizes of Comba ("comba") and preconditioned Gated DeltaNet ("pgdn").
 
     Attributes:
       negative_eigenvalues: whether β is 2 σ(x W_β) instead of σ(x W_β), so that a write may reverse what is stored under a key
-        (Grazzi et al. 2025).
+        (Grazzi et al. 2025). Not with Comba.
       value_heads: number of heads of values, each with its own memory and gates: a multiple of num_heads, the number of heads of
         queries and keys, which consecutive heads of values share. None: num_heads.
 

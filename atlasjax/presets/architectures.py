@@ -44,6 +44,8 @@ BASELINES: dict[str, dict[str, Any]] = {
     "momentum-deltanet": {"mixer": "momentum_deltanet", "value_expansion": 2},
     "gated-deltanet-h2": {"mixer": ("mamba2", "gated_deltanet", "swa")},
     "gated-deltaproduct": {"mixer": "gated_deltaproduct", "value_expansion": 2},
+    "comba": {"mixer": "comba", "value_expansion": 2},
+    "pgdn": {"mixer": "pgdn", "value_expansion": 2},
     "mamba": {"mixer": "mamba", "ffn": "none"},
     "mamba2": {"mixer": "mamba2", "ffn": "none"},
     "mamba3": {"mixer": "mamba3"},

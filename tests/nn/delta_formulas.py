@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from atlasjax.nn import DeltaProductConfig
-from tests.nn.baseline_formulas import conv, gated_output, linear, run, sigmoid, silu, softplus, unit
+from atlasjax.nn import DeltaProductConfig, GatedDeltaNetConfig
+from tests.nn.baseline_formulas import conv, gated_output, linear, rms, run, sigmoid, silu, softplus, split, unit
 
 
 def decay(logits, A_log, dt_bias):
@@ -40,7 +40,55 @@ def gated_deltaproduct(p, x, config):
     return gated_output(p, y, config, z.reshape(len(x), heads, dv))
 
 
-FORMULAS = {"gated_deltaproduct": gated_deltaproduct}
+def of_keys(x, groups):
+    """One number for each head of keys → for every entry of its heads of values."""
+    return np.repeat(x, groups)[:, None]
+
+
+def keyed_step(S, q, k, v, alpha, beta, read_key):
+    S = S * alpha
+    S = S + beta * np.outer(v - S @ read_key, k)
+    return S, S @ q
+
+
+def comba(p, x, config):
+    q, k, v, z = split(p, x, config, convolved=True)
+    groups = q.shape[1] // config.num_heads
+    read_key = k * of_keys(sigmoid(p["inner_decay"]), groups)
+    q = q - of_keys(p["correction"], groups) * read_key
+    beta, a = np.moveaxis(linear(p["gates"], x), 1, 0)
+
+    def step(S, q, k, v, alpha, beta, read_key):
+        S = alpha * S + beta * np.outer(v - S @ read_key, k)
+        return S, S @ q
+
+    alpha = decay(a, p["A_log"], p["dt_bias"])
+    y = run(step, zero(v, k), unit(q), unit(k), v, alpha, sigmoid(beta), unit(read_key))
+    return linear(p["out"], (rms(y, config.norm_eps) * p["norm"]["scale"] * sigmoid(z)).reshape(len(x), -1))
+
+
+def preconditioned(p, x, k):
+    """m ⊙ k for keys of unit length [time, heads, key_dim], and for as many curvatures."""
+    beta, a = np.moveaxis(linear(p["gates"], x), 1, 0)
+    beta, alpha = sigmoid(beta)[..., None], decay(a, p["A_log"], p["dt_bias"])[..., None]
+    keys, a = np.zeros_like(k), np.zeros(k.shape[1:])
+    for t in range(len(x)):
+        a = alpha[t] * a + beta[t] * k[t] ** 2
+        distance = np.log(a + 1e-6) - p["center"][:, None]
+        keys[t] = k[t] * 1.5 ** (-distance / (1 + abs(distance)))
+    return keys
+
+
+def pgdn(p, x, config):
+    q, k, v, z = split(p, x, config, convolved=True)
+    groups, k = q.shape[1] // config.num_heads, unit(k)
+    keys = np.repeat(preconditioned(p["curvature"], x, k[:, ::groups]), groups, 1)
+    beta, a = np.moveaxis(linear(p["gates"], x), 1, 0)
+    y = run(keyed_step, zero(v, k), unit(q), keys, v, decay(a, p["A_log"], p["dt_bias"]), sigmoid(beta), k)
+    return gated_output(p, y, config, z)
+
+
+FORMULAS = {"gated_deltaproduct": gated_deltaproduct, "comba": comba, "pgdn": pgdn}
 FORMS = {
     "gated_deltaproduct, three writes": (
         "gated_deltaproduct",
@@ -50,4 +98,9 @@ FORMS = {
         "gated_deltaproduct",
         {"gated_deltaproduct": DeltaProductConfig(forget_gate=False)},
     ),
+    "comba, heads that share keys": (
+        "comba",
+        {"gated_deltanet": GatedDeltaNetConfig(value_heads=4)},
+    ),
+    "pgdn, heads that share keys": ("pgdn", {"gated_deltanet": GatedDeltaNetConfig(value_heads=4)}),
 }

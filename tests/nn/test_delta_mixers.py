@@ -36,3 +36,20 @@ def test_refuses_heads_that_do_not_fit():
         make_mixer("gated_deltaproduct", config(gated_deltaproduct=DeltaProductConfig(value_heads=3)), rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="DeltaProductConfig: writes"):
         DeltaProductConfig(writes=0)
+
+
+def test_comba_refuses_negative_eigenvalues():
+    given = config(gated_deltanet=GatedDeltaNetConfig(negative_eigenvalues=True))
+    with pytest.raises(ValueError, match=r"mixer 'comba': .* must be False, because α − β may be −2"):
+        make_mixer("comba", given, rngs=nnx.Rngs(0))
+
+
+def test_initial_values_are_the_published_ones():
+    params = lambda name: nnx.to_pure_dict(nnx.state(make_mixer(name, config(), rngs=nnx.Rngs(0)), nnx.Param))
+    comba, curvature = params("comba"), params("pgdn")["curvature"]
+    assert np.all(comba["inner_decay"] == 1)
+    assert np.all(comba["correction"] == 1)
+    np.testing.assert_allclose(curvature["center"], -0.2)
+    assert np.all(np.exp(curvature["A_log"]) <= 16)
+    step = np.log1p(np.exp(curvature["dt_bias"]))
+    assert np.all((step > 0.9e-3) & (step < 0.11))

@@ -1,6 +1,7 @@
 """Baseline mixers, one file each. They follow the protocol `atlasjax.nn.mixers.Mixer`."""
 
 from atlasjax.nn.baselines.block_recurrence import BlockRecurrenceMixer
+from atlasjax.nn.baselines.comba import CombaMixer
 from atlasjax.nn.baselines.deltanet import DeltaNetMixer
 from atlasjax.nn.baselines.gated_deltanet import GatedDeltaNetMixer
 from atlasjax.nn.baselines.gated_deltaproduct import GatedDeltaProductMixer
@@ -17,11 +18,13 @@ from atlasjax.nn.baselines.melodi import MelodiMixer
 from atlasjax.nn.baselines.memorizing import MemorizingMixer
 from atlasjax.nn.baselines.mesa import MesaMixer
 from atlasjax.nn.baselines.momentum_deltanet import MomentumDeltaNetMixer
+from atlasjax.nn.baselines.preconditioned import PGDNMixer
 from atlasjax.nn.baselines.retnet import RetNetMixer
 from atlasjax.nn.baselines.rwkv7 import RWKV7Mixer
 
 __all__ = [
     "BlockRecurrenceMixer",
+    "CombaMixer",
     "DeltaNetMixer",
     "GDN2Mixer",
     "GLAMixer",
@@ -40,6 +43,7 @@ __all__ = [
     "MemorizingMixer",
     "MesaMixer",
     "MomentumDeltaNetMixer",
+    "PGDNMixer",
     "RWKV7Mixer",
     "RetNetMixer",
 ]

@@ -39,15 +39,17 @@ class GatedDeltaNetMixer(HeadsMixer):
 
     Args:
       config: as for `HeadsMixer`, conv_width, and gated_deltanet.
+      rule: the memory rule of a subclass. None: `rules.gated_delta_rule()`.
       rngs: source of the initial values.
 
     Raises:
       ValueError: num_heads does not divide the number of heads of values.
     """
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, rule: memory.MemoryRule | None = None, *, rngs: nnx.Rngs):
         key_heads, self.groups = config.num_heads, value_groups(config)
-        super().__init__(config, rules.gated_delta_rule(), num_heads=config.value_heads, rngs=rngs)
+        rule = rules.gated_delta_rule() if rule is None else rule
+        super().__init__(config, rule, num_heads=config.value_heads, rngs=rngs)
         self.largest_step = 2.0 if config.gated_deltanet.negative_eigenvalues else 1.0
         values = self.groups * self.value_dim  # of one head of keys
         sizes = (self.key_dim, self.key_dim, values, values)
@@ -60,11 +62,23 @@ class GatedDeltaNetMixer(HeadsMixer):
         return self.inputs.start(batch_size, dtype)
 
     def project(self, x, inputs, segment_ids):
+        q, k, v, z, inputs = self.of_heads(x, inputs, segment_ids)
+        return Tokens(self.unit(q), self.unit(k), v, self.write_gates(x), z), inputs
+
+    def of_heads(
+        self, x: jax.Array, inputs: jax.Array | None, segment_ids: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]:
+        """q and k of the heads of keys, v and z of the heads of values, [batch, time, heads, size], and the next `inputs`."""
         (q, k, v, z), inputs = self.inputs(x, inputs, segment_ids)
-        shared = lambda a: jnp.repeat(l2_normalize(a).astype(x.dtype), self.groups, axis=2)
         split = lambda a: a.reshape(*a.shape[:2], self.num_heads, self.value_dim)
-        q, k, v, z = shared(q), shared(k), split(v), split(z)
+        return q, k, split(v), split(z), inputs
+
+    def unit(self, a: jax.Array) -> jax.Array:
+        """Queries or keys of unit length, repeated for the heads of values that share them."""
+        return jnp.repeat(l2_normalize(a).astype(a.dtype), self.groups, axis=2)
+
+    def write_gates(self, x: jax.Array) -> memory.Gates:
+        """α and β of the layer input x."""
         logits = float32_product(x, self.gates)
-        beta = self.largest_step * jax.nn.sigmoid(logits[:, :, 0])
         alpha = decay(logits[:, :, 1], self.A_log[...], self.dt_bias[...])
-        return Tokens(q, k, v, memory.Gates(retention=alpha, step_size=beta), z), inputs
+        return memory.Gates(retention=alpha, step_size=self.largest_step * jax.nn.sigmoid(logits[:, :, 0]))

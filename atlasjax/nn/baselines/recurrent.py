@@ -1,5 +1,6 @@
 """Base classes of the recurrent baselines: project the tokens, run a recurrence over them, project the output."""
 
+from collections.abc import Callable
 from typing import ClassVar, NamedTuple
 
 import jax
@@ -208,7 +209,7 @@ def run_memory(
 class HeadsMixer(MatrixMixer):
     """A `MatrixMixer` with the heads of attention. `tokens.rest` holds the logits of the output gate, or None.
 
-        out = (RMSNorm(y) ⊙ SiLU(rest)) W_out        one norm per head
+        out = (RMSNorm(y) ⊙ SiLU(rest)) W_out        one norm per head, or another `output_gate`
 
     Args:
       config: dim, num_heads, head_dim (of keys), value_expansion (value_dim = value_expansion · head_dim), head_norm, norm_eps,
@@ -217,6 +218,8 @@ class HeadsMixer(MatrixMixer):
       num_heads: number of memories and of their outputs. None: config.num_heads.
       rngs: source of the initial values.
     """
+
+    output_gate: ClassVar[Callable[[jax.Array], jax.Array]] = staticmethod(jax.nn.silu)
 
     def __init__(self, config: ModelConfig, rule: memory.Rule, *, num_heads: int | None = None, rngs: nnx.Rngs):
         self.num_heads = config.num_heads if num_heads is None else num_heads
@@ -237,7 +240,7 @@ class HeadsMixer(MatrixMixer):
     def output(self, y: jax.Array, tokens: Tokens) -> jax.Array:
         y = self.norm(y)
         if tokens.rest is not None:
-            y = y * jax.nn.silu(tokens.rest)
+            y = y * self.output_gate(tokens.rest)
         return self.out(y.reshape(*y.shape[:2], -1))
 
 
