@@ -84,6 +84,7 @@ MIXER_NAMES = {
     "momentum_deltanet": "atlasjax.nn.baselines.momentum_deltanet:MomentumDeltaNetMixer",
     "comba": "atlasjax.nn.baselines.comba:CombaMixer",
     "pgdn": "atlasjax.nn.baselines.preconditioned:PGDNMixer",
+    "pkda": "atlasjax.nn.baselines.preconditioned:PKDAMixer",
     "rwkv7": "atlasjax.nn.baselines.rwkv7:RWKV7Mixer",
     "longhorn": "atlasjax.nn.baselines.longhorn:LonghornMixer",
     "log_linear": "atlasjax.nn.baselines.log_linear:LogLinearMixer",

@@ -101,7 +101,7 @@ class GatedDeltaNetConfig:
 
 @dataclasses.dataclass(frozen=True)
 class KDAConfig:
-    """Kimi Delta Attention and Gated DeltaNet-2 (mixers "kda" and "gdn2").
+    """Kimi Delta Attention, also preconditioned, and Gated DeltaNet-2 (mixers "kda", "pkda" and "gdn2").
 
     Attributes:
       value_heads, negative_eigenvalues: as in `GatedDeltaNetConfig`. In Gated DeltaNet-2 it is the erase gate that is doubled.

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from atlasjax.nn import DeltaProductConfig, GatedDeltaNetConfig, HeadNormConfig, ModelConfig
+from atlasjax.nn import DeltaProductConfig, GatedDeltaNetConfig, HeadNormConfig, KDAConfig, ModelConfig
 from atlasjax.nn.mixers import make_mixer
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -26,6 +26,7 @@ OURS = {
     ),
     "comba": ("comba", 2, {}),
     "pgdn": ("pgdn", 1, {"gated_deltanet": GatedDeltaNetConfig(value_heads=4)}),
+    "pkda": ("pkda", 2, {"kda": KDAConfig(value_heads=4, gate_bias=True)}),
 }  # fmt: skip
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
@@ -51,6 +52,8 @@ def inputs(w, writes):
     def joined(names, kind):
         parts = []
         for name in names:
+            if f"{name}_{kind}.weight" not in w:
+                continue
             x = w[f"{name}_{kind}.weight"]
             n = writes if name in "kv" else 1
             x = x.reshape(n, HEADS, -1, x.shape[-1])
@@ -60,8 +63,39 @@ def inputs(w, writes):
     return {"linear": {"kernel": joined("qkvg", "proj")}, "conv": {"kernel": joined("qkv", "conv1d")}}
 
 
+def low_rank(w, name, heads):
+    """Two matrices, [rank, dim] and [heads · size, rank], perhaps with a bias."""
+    up = w[f"{name}.1.weight"]
+    wide = {"kernel": up.T.reshape(up.shape[1], heads, -1)}
+    if f"{name}.1.bias" in w:
+        wide["bias"] = w[f"{name}.1.bias"].reshape(heads, -1)
+    return {"down": {"kernel": w[f"{name}.0.weight"].T}, "up": wide}
+
+
+def curvature(w, step_size, retention):
+    return {
+        "gates": {"kernel": np.moveaxis(np.stack([w[step_size], w[retention]]), 2, 0)}, "A_log": w["A_log_atk"],
+        "dt_bias": w["dt_bias_atk"], "center": w["log_atk_scale"],
+    }  # fmt: skip
+
+
+def preconditioned_kda(w, heads):
+    rates = {"A_log": w["A_log"], "dt_bias": w["dt_bias"].reshape(heads, -1)}
+    return {
+        "inputs": inputs(w, 1),
+        "decay": {"logits": low_rank(w, "f_proj", heads), **rates},
+        "gate": low_rank(w, "g_proj", heads),
+        "beta": {"kernel": w["b_proj.weight"].T},
+        "norm": {"scale": w["o_norm.weight"]},
+        "out": {"kernel": w["o_proj.weight"].T},
+        "curvature": curvature(w, "b_atk_proj.weight", "a_proj.weight"),
+    }
+
+
 def ours(w, heads, writes):
     """Our parameters from their tensors."""
+    if "f_proj.0.weight" in w:
+        return preconditioned_kda(w, heads)
     both = (w["b_proj.weight"], *([w["a_proj.weight"]] if "a_proj.weight" in w else []))
     kernel = np.concatenate(both).reshape(-1, heads, both[0].shape[1])
     params = {
@@ -73,11 +107,7 @@ def ours(w, heads, writes):
     names = {"A_log": "A_log", "dt_bias": "dt_bias", "decay": "inner_decay", "D": "correction"}
     params |= {to: w[name] for name, to in names.items() if name in w}
     if "log_atk_scale" in w:
-        kernel = np.stack([w["b_atk_proj.weight"], w["a_atk_proj.weight"]])
-        params["curvature"] = {
-            "gates": {"kernel": np.moveaxis(kernel, 2, 0)}, "A_log": w["A_log_atk"], "dt_bias": w["dt_bias_atk"],
-            "center": w["log_atk_scale"],
-        }  # fmt: skip
+        params["curvature"] = curvature(w, "b_atk_proj.weight", "a_atk_proj.weight")
     return params
 
 

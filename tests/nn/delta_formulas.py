@@ -2,8 +2,21 @@
 
 import numpy as np
 
-from atlasjax.nn import DeltaProductConfig, GatedDeltaNetConfig
-from tests.nn.baseline_formulas import conv, gated_output, linear, rms, run, sigmoid, silu, softplus, split, unit
+from atlasjax.nn import DeltaProductConfig, GatedDeltaNetConfig, KDAConfig
+from tests.nn.baseline_formulas import (
+    conv,
+    gated_output,
+    kda_inputs,
+    kda_output,
+    linear,
+    rms,
+    run,
+    sigmoid,
+    silu,
+    softplus,
+    split,
+    unit,
+)  # fmt: skip
 
 
 def decay(logits, A_log, dt_bias):
@@ -88,7 +101,16 @@ def pgdn(p, x, config):
     return gated_output(p, y, config, z)
 
 
-FORMULAS = {"gated_deltaproduct": gated_deltaproduct, "comba": comba, "pgdn": pgdn}
+def pkda(p, x, config):
+    q, k, v, _, alpha = kda_inputs(p, x, config)
+    q, k = (np.repeat(a, v.shape[1] // config.num_heads, 1) for a in (q, k))
+    beta = (1 + config.kda.negative_eigenvalues) * sigmoid(linear(p["beta"], x))
+    beta = np.repeat(beta, v.shape[1] // config.num_heads, 1)
+    keys = preconditioned(p["curvature"], x, k)
+    return kda_output(p, run(keyed_step, zero(v, k), q, keys, v, alpha, beta, k), x, config)
+
+
+FORMULAS = {"gated_deltaproduct": gated_deltaproduct, "comba": comba, "pgdn": pgdn, "pkda": pkda}
 FORMS = {
     "gated_deltaproduct, three writes": (
         "gated_deltaproduct",
@@ -103,4 +125,5 @@ FORMS = {
         {"gated_deltanet": GatedDeltaNetConfig(value_heads=4)},
     ),
     "pgdn, heads that share keys": ("pgdn", {"gated_deltanet": GatedDeltaNetConfig(value_heads=4)}),
+    "pkda, heads that share keys": ("pkda", {"kda": KDAConfig(value_heads=4, gate_bias=True)}),
 }

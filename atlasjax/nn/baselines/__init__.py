@@ -18,7 +18,7 @@ from atlasjax.nn.baselines.melodi import MelodiMixer
 from atlasjax.nn.baselines.memorizing import MemorizingMixer
 from atlasjax.nn.baselines.mesa import MesaMixer
 from atlasjax.nn.baselines.momentum_deltanet import MomentumDeltaNetMixer
-from atlasjax.nn.baselines.preconditioned import PGDNMixer
+from atlasjax.nn.baselines.preconditioned import PGDNMixer, PKDAMixer
 from atlasjax.nn.baselines.retnet import RetNetMixer
 from atlasjax.nn.baselines.rwkv7 import RWKV7Mixer
 
@@ -44,6 +44,7 @@ __all__ = [
     "MesaMixer",
     "MomentumDeltaNetMixer",
     "PGDNMixer",
+    "PKDAMixer",
     "RWKV7Mixer",
     "RetNetMixer",
 ]

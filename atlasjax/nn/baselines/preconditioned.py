@@ -7,9 +7,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import PyTree
 
-from atlasjax import rules
+from atlasjax import memory, rules
 from atlasjax.mixers.curvature import CENTER, preconditioned_keys
 from atlasjax.nn.baselines.gated_deltanet import GatedDeltaNetMixer
+from atlasjax.nn.baselines.kda import ChannelDecayMixer
 from atlasjax.nn.baselines.recurrent import MatrixMixer, RecurrentState, float32_product
 from atlasjax.nn.baselines.step_sizes import decay, log_rates, step_bias
 from atlasjax.nn.config import ModelConfig
@@ -119,3 +120,28 @@ class PGDNMixer(PreconditionedMixer, GatedDeltaNetMixer):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         super().__init__(config, rules.pgdn(), rngs=rngs)
         self.curvature = Curvature(config.dim, config.num_heads, 1e-3, rngs=rngs)
+
+
+class PKDAMixer(PreconditionedMixer, ChannelDecayMixer):
+    """Preconditioned Kimi Delta Attention: the same with a decay for each channel of the key, S̃_t = S_{t−1} Diag(α_t).
+
+    Everything else is as in `KDAMixer`, except that heads of values that share a key share its β, and that dt_bias is initially
+    zero. Each head of values has a curvature of its own. fla (`PrecondKDA`) has a bias in the output gate (`kda.gate_bias`).
+
+    Args:
+      config: as for `KDAMixer` but caching, with its sizes (`kda`).
+      rngs: source of the initial values.
+
+    Raises:
+      ValueError: num_heads does not divide the number of heads of values.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        super().__init__(config, rules.pkda(), rngs=rngs)
+        self.decay.dt_bias = param(jnp.zeros((self.num_heads, self.key_dim), jnp.float32), "heads", None)
+        self.beta = Linear((config.dim, config.num_heads), ("embed", "heads"), rngs=rngs)
+        self.curvature = Curvature(config.dim, self.num_heads, 1.0, rngs=rngs)
+
+    def write(self, x, k, v, more):
+        beta = self.largest_step * jax.nn.sigmoid(float32_product(x, self.beta))
+        return v, memory.Gates(step_size=self.for_values(beta))
