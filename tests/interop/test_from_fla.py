@@ -12,7 +12,7 @@ import pytest
 
 from atlasjax import memory
 from atlasjax.interop import from_fla, to_fla_state
-from atlasjax.interop.fla_calls import PEERS
+from atlasjax.interop.fla_functions import PEERS, axes_of
 
 NEEDS = "needs the extra 'oracle' (torch, fla-core)"
 try:
@@ -103,6 +103,23 @@ def gdn2(q, k, v, g, b, w, **options):
     return naive("gdn2").naive_recurrent_gdn2(q, k, v, g, b, w, **options)
 
 
+def momentum(q, k, v, log_alpha, log_mu, beta, eta, initial_state, output_final_state):
+    p = k * log_alpha.exp()[..., None]
+    S, M = initial_state
+    return naive("momentum_delta_rule").recurrent_momentum_delta_rule_ref(
+        q, k, v, log_alpha, log_mu, p, beta, eta, initial_S=S, initial_M=M, output_final_state=True
+    )
+
+
+def mesa(q, k, v, g, beta, lamb, h_kk_init, h_kv_init, output_final_state):
+    pieces = []  # of the values, which it has as many channels of as of keys
+    for part in ([0, 1, 2, 3], [2, 3, 4, 5]):
+        exact = naive("mesa_net").naive_mesa_net_exact
+        pieces.append(exact(q, k, v[..., part], g, lamb, beta, h_kk_init, h_kv_init[..., part]))
+    (y, h_kk, h_kv), (y_rest, _, h_rest) = pieces
+    return torch.cat([y, y_rest[..., 2:]], -1), [h_kk, torch.cat([h_kv, h_rest[..., 2:]], -1)]
+
+
 def dplr(q, k, v, a, b, gk, **options):
     return heads_first(naive("generalized_delta_rule/dplr").dplr_recurrence)(q, k, v, a, b, gk, **options)
 
@@ -137,13 +154,15 @@ CASES = {
     "chunk_comba": (comba, {}),
     "fused_recurrent_comba": (lambda q, k, p, v, *gates, **options: comba(q, k, v, p, *gates, **options), {}),
     "chunk_gdn2": (gdn2, {}),
+    "chunk_momentum_delta_rule": (momentum, {"p": None, "use_qk_l2norm_in_kernel": False}),
+    "chunk_mesa_net": (mesa, {}),
     "chunk_rwkv7": (functools.partial(rwkv7, scale=1), {}),
     "fused_recurrent_rwkv7": (rwkv7, {}),
     "fused_mul_recurrent_rwkv7": (rwkv7_rates, {}),
     "chunk_dplr_delta_rule": (dplr, {}),
     "chunk_iplr_delta_rule": (iplr, {}),
 }
-WITH_GRADIENTS = ("chunk_gdn2", "chunk_kda", "chunk_rwkv7")
+WITH_GRADIENTS = ("chunk_kda", "chunk_momentum_delta_rule", "chunk_rwkv7")
 
 
 def inputs(name, leave_out=()):
@@ -156,7 +175,9 @@ def inputs(name, leave_out=()):
             continue
         if "-" in axes:
             x = np.log(rng.uniform(0.6, 1.0, shape))
-        elif array in ("beta", "b", "w") or (array == "a" and "kk" in found):
+        elif array == "lamb":
+            x = rng.uniform(0.5, 1.0, shape)
+        elif array in ("beta", "eta", "b", "w") or (array == "a" and "kk" in found):
             x = rng.uniform(0.1, 0.9, shape)
         else:
             x = rng.normal(size=shape)
@@ -168,10 +189,16 @@ def inputs(name, leave_out=()):
     return found
 
 
-def state_of(name):
+def states_of(name):
+    """States before a call, by the names of the function's arguments."""
     heads = "n" if "n" in PEERS[name].axes else "h"
-    shape = tuple(SIZES[axis] for axis in f"b{heads}kv")
-    return np.random.default_rng(1).normal(size=shape).astype(np.float32)
+    found = {}
+    for argument, axes in axes_of(PEERS[name].states.axes).items():
+        x = np.random.default_rng(1).normal(
+            size=[2 if axis == "2" else SIZES[axis] for axis in axes.replace("n", heads)]
+        )
+        found[argument] = (x @ x.mT if "kk" in axes else x).astype(np.float32)
+    return found
 
 
 def close(got, want, what):
@@ -183,41 +210,38 @@ def close(got, want, what):
 @pytest.mark.parametrize("name", CASES)
 def test_values_states_and_gradients(name):
     theirs, options = CASES[name]
-    arrays, start = inputs(name, options), state_of(name)
-    differentiated = name in WITH_GRADIENTS
-    tensors = {
-        key: torch.tensor(x, requires_grad=differentiated) for key, x in {**arrays, "initial_state": start}.items()
-    }
-    *given, first = tensors.values()
-    expected, final = theirs(*given, initial_state=first, output_final_state=True)
+    arrays, start, differentiated = inputs(name, options), states_of(name), name in WITH_GRADIENTS
+    tensors = {key: torch.tensor(x, requires_grad=differentiated) for key, x in (arrays | start).items()}
+    given = [tensors[key] for key in arrays]
+    expected, final = theirs(*given, **{key: tensors[key] for key in start}, output_final_state=True)
 
-    def ours(arrays, start):
-        call = from_fla(name, **arrays, initial_state=start, **options)
-        y, state = memory.scan(*call)
-        S = to_fla_state(state)
-        return jnp.sum(y**2) + jnp.sum(S**2), (y, S)
+    def ours(arrays):
+        y, state = memory.scan(*from_fla(name, **arrays, **options))
+        S = to_fla_state(name, state)
+        return jnp.sum(y**2) + sum(jnp.sum(x**2) for x in jax.tree.leaves(S)), (y, S)
 
     if not differentiated:
-        _, (y, S) = jax.jit(ours)(arrays, start)
+        _, (y, S) = jax.jit(ours)(arrays | start)
     else:
-        gradients, (y, S) = jax.jit(jax.grad(ours, argnums=(0, 1), has_aux=True))(arrays, start)
+        gradients, (y, S) = jax.jit(jax.grad(ours, has_aux=True))(arrays | start)
         ((expected**2).sum() + (final**2).sum()).backward()
-        for key, gradient in {**gradients[0], "initial_state": gradients[1]}.items():
+        for key, gradient in gradients.items():
             close(gradient, tensors[key].grad, f"gradient of {key}")
     close(y, expected, "values")
-    close(S, final, "final state")
+    jax.tree.map(lambda got, want: close(got, want, "final state"), list(S) if isinstance(S, tuple) else S, final)
 
 
 def test_every_function_has_a_case():
-    covered = {(PEERS[name].axes, PEERS[name].translate, PEERS[name].scale) for name in CASES}
-    names = [name for name, peer in PEERS.items() if (peer.axes, peer.translate, peer.scale) not in covered]
+    same = lambda peer: (peer.axes, peer.translate, peer.defaults.get("scale"))
+    covered = [same(PEERS[name]) for name in CASES]
+    names = [name for name, peer in PEERS.items() if same(peer) not in covered]
     assert names == []
 
 
 @needs_fla
 def test_normalized_and_scaled():
     name = "fused_recurrent_kda"
-    arrays, start = inputs(name), state_of(name)
+    arrays, (start,) = inputs(name), states_of(name).values()
     call = from_fla(
         name, **arrays, scale=0.3, use_qk_l2norm_in_kernel=True, initial_state=start.swapaxes(2, 3), state_v_first=True
     )
@@ -227,7 +251,7 @@ def test_normalized_and_scaled():
     given = {"scale": 0.3, "initial_state": torch.tensor(start), "output_final_state": True}
     expected, final = kda(unit(q), unit(k), *rest, **given)
     close(y, expected, "values")
-    close(to_fla_state(state, state_v_first=True).swapaxes(2, 3), final, "final state")
+    close(to_fla_state(name, state, state_v_first=True).swapaxes(2, 3), final, "final state")
 
 
 def test_positional_arguments_are_in_their_order():
@@ -263,11 +287,13 @@ def test_missing_gates_are_ones():
         ("chunk_kda", {"initial_state": np.zeros((2, 4, 6, 4), np.float32)}, r"should be \[2, 4, 4, 6\]"),
         ("chunk_kda", {"scale": 0}, "scale must be a number > 0"),
         ("fused_recurrent_gla", {"gv": np.zeros((2, 21, 2, 6), np.float32)}, "gv is given"),
+        ("chunk_momentum_delta_rule", {"p": np.zeros((2, 21, 2, 4), np.float32)}, "p is given; it should be None"),
+        ("chunk_momentum_delta_rule", {"use_p_times_alpha": False}, "use_p_times_alpha is False; it should be True"),
         ("chunk_rwkv7", {"a": np.zeros((2, 21, 2, 4), np.float32)}, "b is not 0 where a is"),
     ],
 )  # fmt: skip
 def test_refused(name, change, message):
-    arrays = inputs(name, ("gk", "gv")) if name in PEERS else {}
+    arrays = inputs(name, ("gk", "gv", "p")) if name in PEERS else {}
     with pytest.raises(ValueError, match=message) as refused:
         from_fla(name, **{**arrays, **change})
     assert "\n" not in str(refused.value)
