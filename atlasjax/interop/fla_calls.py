@@ -108,7 +108,7 @@ def from_fla(name: str, *arguments: Arrays | None, **options: Any) -> MemoryCall
     if start:
         state = memory.init_state(rule, params, batch_size=sizes["b"])
         state = peer.states.ours(state, _checked_start(peer, start, sizes, bool(value_first), where))
-    q, k, v = ((tokens | ours.changed)[name] for name in ("q", "k", "v"))
+    q, k, v = ({**tokens, **ours.changed}[name] for name in ("q", "k", "v"))
     return MemoryCall(rule, params, state, q, k, v, ours.gates)
 
 

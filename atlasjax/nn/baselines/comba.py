@@ -30,8 +30,6 @@ class CombaMixer(GatedDeltaNetMixer):
       ValueError: num_heads does not divide the number of heads of values, or gated_deltanet.negative_eigenvalues is set.
     """
 
-    output_gate = staticmethod(jax.nn.sigmoid)
-
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         if config.gated_deltanet.negative_eigenvalues:
             # The decay comes last: with β up to 2 the eigenvalue α − β would be below −1.
@@ -41,6 +39,9 @@ class CombaMixer(GatedDeltaNetMixer):
         super().__init__(config, rules.comba(), rngs=rngs)
         self.inner_decay = param(jnp.ones(config.num_heads, jnp.float32), "heads")  # d
         self.correction = param(jnp.ones(config.num_heads, jnp.float32), "heads")  # D
+
+    def output_gate(self, logits):
+        return jax.nn.sigmoid(logits)
 
     def project(self, x, inputs, segment_ids):
         q, k, v, z, inputs = self.of_heads(x, inputs, segment_ids)

@@ -1,6 +1,5 @@
 """Base classes of the recurrent baselines: project the tokens, run a recurrence over them, project the output."""
 
-from collections.abc import Callable
 from typing import ClassVar, NamedTuple
 
 import jax
@@ -219,8 +218,6 @@ class HeadsMixer(MatrixMixer):
       rngs: source of the initial values.
     """
 
-    output_gate: ClassVar[Callable[[jax.Array], jax.Array]] = staticmethod(jax.nn.silu)
-
     def __init__(self, config: ModelConfig, rule: memory.Rule, *, num_heads: int | None = None, rngs: nnx.Rngs):
         self.num_heads = config.num_heads if num_heads is None else num_heads
         self.key_dim = config.resolved_head_dim
@@ -236,6 +233,10 @@ class HeadsMixer(MatrixMixer):
         self.rule = rule
         if type(self).takes_caching:
             self.rule, self.cache = with_caching(config, rule, self.num_heads, self.key_dim, rngs)
+
+    def output_gate(self, logits: jax.Array) -> jax.Array:
+        """The factors of the heads' outputs, from `tokens.rest`."""
+        return jax.nn.silu(logits)
 
     def output(self, y: jax.Array, tokens: Tokens) -> jax.Array:
         y = self.norm(y)
