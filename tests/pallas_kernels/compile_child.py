@@ -47,9 +47,10 @@ def segments(start):
     return Segments(marks, start, jax.ShapeDtypeStruct((BATCH, TIME), "float32"))
 
 
-def memory(structure, dim, window, dtype, bound="steps", packed=False, loss=None, **options):
+def memory(structure, dim, window, dtype, bound="steps", packed=False, loss=None, write_gate=False, **options):
     """A chunk memory with all gates, and its arguments; bound: of "steps", norms and slopes, of "norms" and slopes, or None.
 
+    write_gate: whether the write size is a gate.
     loss: an objective with thresholds, which take the place of the window's weights. None means L2.
     """
     shapes = structure.weight_shapes(dim, dim).items()
@@ -60,6 +61,8 @@ def memory(structure, dim, window, dtype, bound="steps", packed=False, loss=None
     def call(weights, momenta, q, k, v, step_size, retention, theta, floor, gamma, *others):
         given = {"step_size": step_size, "retention": retention, "momentum_decay": theta}
         given |= {"window_weights": gamma} if loss is None else {"threshold": gamma[..., 0]}
+        if write_gate:
+            given["write_size"] = retention
         if bound is not None:
             given["norm_bound"] = 1024.0
         if bound == "steps":
@@ -99,7 +102,7 @@ def kernels():
         )[0]
         yield name, call, [*tokens(64, "bfloat16"), *gates(1, 64), *gates(1), *gates(2 if removes else 0, 64)]
     yield "chunk_memory mlp", *memory(structures.MLP(), 64, 4, "bfloat16")
-    yield "chunk_memory gated_mlp 32", *memory(structures.GatedMLP(), 32, 1, "bfloat16")
+    yield "chunk_memory gated_mlp 32", *memory(structures.GatedMLP(), 32, 1, "bfloat16", write_gate=True)
     yield "chunk_memory matrix 96", *memory(structures.Matrix(), 96, 12, "float32")
     yield "chunk_memory mlp, unbounded", *memory(structures.MLP(), 64, 4, "bfloat16", bound=None)
     yield "chunk_memory mlp with LayerNorm", *memory(structures.MLP(norm=True), 64, 1, "bfloat16")
