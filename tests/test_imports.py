@@ -121,6 +121,7 @@ MEMORY_MAY_IMPORT = {
     "fast_weights": _SHARED | {"part_checks"},
     "softmax": _SHARED | {"part_checks"},
     "large_chunk": _SHARED | {"fast_weights"},
+    "mesa": _SHARED,
     "caching": _SHARED | {"fast_weights", "softmax", "wrapped"},
     "log_linear": _SHARED | {"caching", "wrapped"},
     "hierarchical": _SHARED | {"axes", "caching", "fast_weights", "wrapped"},

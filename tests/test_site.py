@@ -115,6 +115,7 @@ _INSIDE = (
     "memory/fast_weights",
     "memory/softmax",
     "memory/large_chunk",
+    "memory/mesa",
     "memory/caching",
     "memory/log_linear",
     "memory/hierarchical",

@@ -176,6 +176,8 @@ def test_where_thirty_steps_converge(condition, least, most):
         x = np.asarray(memory.read(rule, params, state, jnp.asarray(q, jnp.float32)), np.float64)
         residual = np.linalg.norm(x @ (H + np.eye(dim)) - q, axis=-1).max()
         assert low <= residual <= high, (rule, residual)
+        eighth = memory.read(rule, params, state, jnp.asarray(q / 8, jnp.float32))
+        np.testing.assert_array_equal(8 * np.asarray(eighth), x)  # linear in q, and not only where it has converged
 
 
 def test_inside_wrapped_rules(x64):

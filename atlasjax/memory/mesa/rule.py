@@ -30,8 +30,8 @@ class MesaRule(MesaSpec):
     keys have many scales and λ is far below 1, the steps do not converge, and nothing reports it. "exact" has no such error.
 
     In fla: chunk_mesa_net(q, k, v, g=log α, beta, lamb=λ), for W_0 = 0. There every quotient has + 1e-5 in its denominator, which
-    ends its steps at residuals of about 3e-3, and decoding starts the steps elsewhere than `chunk_mesa_net`. Here both start at
-    x = 0. Gradients are those of the solution, by one more solve, and not through the steps.
+    ends the steps early, and decoding starts them elsewhere than `chunk_mesa_net`. Here both start at x = 0. Gradients are those of
+    the solution, by one more solve, and not through the steps.
 
     Attributes:
       solver: "conjugate_gradient" forms no H_t of a token. "exact" forms and factorizes each, 16 tokens at a time, in
