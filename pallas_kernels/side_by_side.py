@@ -300,9 +300,16 @@ def _first_backward(heads: int, lanes: int, d: jax.Array) -> tuple[jax.Array]:
 first_column.defvjp(lambda x, heads: (first_column(x, heads), x.shape[1]), _first_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def diagonal_column(x: jax.Array, heads: int = 1) -> jax.Array:
     """The diagonal of each head of [m, P · m], in all of the head's lanes; of one head, [m, 1]."""
+    if heads > 1:
+        return _diagonal_columns(x, heads)
+    # GPU kernels call it for one head, and Triton has no lowering of a function with a derivative of its own.
+    return jnp.sum(jnp.where(place(x.shape, 0, 1) == place(x.shape, 1, 1), x, 0.0), axis=1, keepdims=True)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _diagonal_columns(x: jax.Array, heads: int) -> jax.Array:
     row, lane = (jax.lax.broadcasted_iota(jnp.int32, x.shape, axis) for axis in (0, 1))
     if in_tile(x.shape[1], heads):
         return lanes_at(x, row + (lane & -x.shape[0]))
@@ -314,7 +321,7 @@ def _diagonal_backward(heads: int, lanes: int, d: jax.Array) -> tuple[jax.Array]
     return (jnp.where(place(shape, 0, heads) == place(shape, 1, heads), sum_of_parts(d, heads), 0.0),)
 
 
-diagonal_column.defvjp(lambda x, heads: (diagonal_column(x, heads), x.shape[1]), _diagonal_backward)
+_diagonal_columns.defvjp(lambda x, heads: (_diagonal_columns(x, heads), x.shape[1]), _diagonal_backward)
 
 
 def weighted(x: jax.Array, columns: jax.Array, heads: int) -> jax.Array:
