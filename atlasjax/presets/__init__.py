@@ -69,6 +69,7 @@ TABLE = pathlib.Path(__file__).parents[1] / "preset_sizes.json"
 # Architectures that need another number of layers: a pattern must divide it, and some parameters must remain for SwiGLU.
 _LAYERS: dict[tuple[str, str], int] = {
     ("gated-deltanet-h2", "tiny"): 3,
+    ("gdn2-mac", "340m"): 22,
     ("rwkv7-mac", "340m"): 20,
     ("rwkv7-mac", "760m"): 21,
 }

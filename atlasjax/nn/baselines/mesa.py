@@ -27,13 +27,16 @@ class MesaMixer(HeadsMixer):
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        super().__init__(config, rules.mesa(config.mesa.solver, config.mesa.steps), rngs=rngs)
+        rule = rules.mesa(config.mesa.solver, config.mesa.steps)
+        super().__init__(config, rule, rngs=rngs)
         sizes = (self.key_dim, self.key_dim, self.value_dim) + (self.value_dim,) * config.mesa.output_gate
         self.inputs = HeadProjections(config.dim, self.num_heads, sizes, config.conv_width, 2, rngs=rngs)
         self.gates = Linear((config.dim, 2, self.num_heads), ("embed", None, "heads"), rngs=rngs)  # α, β
         self.gate_bias = param(jnp.zeros((2, self.num_heads), jnp.float32), None, "heads")
-        of_heads = {"num_heads": self.num_heads, "key_dim": self.key_dim, "value_dim": self.value_dim}
-        self.ridge = param(memory.init_params(self.rule, jax.random.key(0), **of_heads).ridge, "heads", None)
+        initial = memory.init_params(
+            rule, jax.random.key(0), num_heads=self.num_heads, key_dim=self.key_dim, value_dim=self.value_dim
+        )
+        self.ridge = param(initial.ridge, "heads", None)
 
     def memory_params(self) -> memory.MesaParams:
         """λ̂ is learned; the matrix starts at zero."""
