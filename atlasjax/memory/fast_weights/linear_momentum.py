@@ -68,8 +68,12 @@ def prepare(rule: MemorySpec, params: MemoryParams, slot: Slot) -> tuple[Prepare
     products = applied(jnp.concatenate([k, q]), k, wide, jax.lax.Precision.HIGHEST)
     of_keys, of_queries = jnp.split(products, 2)
 
-    first = slot.retention if rule.retention.decay_first else None
-    decayed = lambda x: x if first is None else scaled_rows(first, x)
+    def decayed(x: jax.Array) -> jax.Array:
+        if not rule.retention.decay_first:
+            return x
+        assert gates.retention is not None
+        return scaled_rows(gates.retention, x)
+
     from_start = lambda a, s, x: jnp.concatenate([x if a is None else scaled_rows(a, x), scaled_rows(s, x)], axis=1)
     start = decayed(from_start(None if a is None else before(a, 1.0), before(s, 0.0), k))
     lower = -decayed(before(c.memory_gradients, 0.0) * of_keys)

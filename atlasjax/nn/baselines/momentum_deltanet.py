@@ -13,7 +13,7 @@ from atlasjax.nn.layers import Linear, l2_normalize
 from atlasjax.nn.parameters import param
 
 _LEAST = 1e-3  # of initial values that are uniform from 0: log 0 could not be learned
-_LEAST_LOG_MOMENTUM = -2.0
+_LEAST_LOG_MOMENTUM = -2.0  # fla: min_log_mu
 
 
 class MomentumDeltaNetMixer(HeadsMixer):
@@ -63,7 +63,8 @@ class MomentumDeltaNetMixer(HeadsMixer):
 
     def project(self, x, inputs, segment_ids):
         (q, k, v, z), inputs = self.inputs(x, inputs, segment_ids)
-        q = q - jnp.exp(self.D_log[None, None, :, None]) * k
+        wide = lambda a: a.astype(jnp.float32)
+        q = wide(q) - jnp.exp(self.D_log[None, None, :, None]) * wide(k)  # before q has unit length, as in fla
         shared = lambda a: jnp.repeat(l2_normalize(a).astype(x.dtype), self.groups, axis=2)
         split = lambda a: a.reshape(*a.shape[:2], self.num_heads, self.value_dim)
         return Tokens(shared(q), shared(k), split(v), self._gates(x), split(z)), inputs
