@@ -13,6 +13,7 @@ from atlasjax.memory import HierarchicalRule, structures
 from tests.memory.cases import assert_close, objective, steps
 from tests.memory.cases import make_inputs as plain_inputs
 
+pytestmark = pytest.mark.usefixtures("compile_fast")
 EXACT = 1e-9
 TIME = 17
 # Shards of 6 tokens, the last one short; global chunks that end inside a shard and at its end.
@@ -216,7 +217,7 @@ def test_the_same_gates_for_all_memories():
 
 
 def test_save_and_load(tmp_path):
-    rule = CASES["titans"]
+    rule = CASES["matrix"]
     params, *tokens = make_inputs(rule, dtype=jnp.float32, time=8)
     _, state = memory.scan(rule, params, None, *tokens)
     memory.save(rule, params, state, tmp_path / "state.safetensors", num_tokens=8)
