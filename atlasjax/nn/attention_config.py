@@ -13,7 +13,8 @@ class AttentionConfig:
     `segment_size` at their defaults.
 
     Attributes:
-      window: a token sees itself and the window − 1 tokens before it. Required by "swa", "mag" and "mal"; of no effect elsewhere.
+      window: a token sees itself and the window − 1 tokens before it. Required by "swa", "mag" and "mal"; that of
+        "lact" is lact.chunk_size if None. Of no effect elsewhere.
       rope_theta: base of the rotary wavelengths, > 0. None: no rotary positions.
       bias: whether the query, key and value projections have biases.
       output_bias: whether with `bias` the output projection of "attention" and "swa" has one as well.

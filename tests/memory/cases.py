@@ -105,6 +105,7 @@ RULES: dict[str, MemoryRule] = {
     ),
     "deep_small": MemoryRule(structures.MLP(depth=3, expansion=1), optimizer=GD, chunk_size=8, bound=None),
     "plain_small": MemoryRule(structures.PlainMLP(expansion=1), optimizer=GD, chunk_size=8, bound=None),
+    "swiglu_small": MemoryRule(structures.SwiGLU(), optimizer=GD, chunk_size=8, bound=None),
     "moneta_matrix": rules.moneta(8, structure=MATRIX).unbounded(),
     "ttt_mlp_small": rules.ttt_mlp(8, expansion=1).unbounded(),
     **IDEAS,

@@ -29,7 +29,7 @@ RELATIVES = set(RULES) - {
     "all_of_them", "atlas_every", "channel_steps_chunk8", "deep_small", "delta_rule_decay", "gated_delta_momentum",
     "gated_delta_rule", "gated_small", "gdn2", "gla", "longhorn", "longhorn_channel", "memora_matrix", "moneta_matrix",
     "muon_matrix_channel", "own_loss_matrix", "own_sign_momentum", "plain_small", "rwkv7", "ttt_linear", "ttt_mlp_small",
-    "momentum_delta", "write_gate_map",
+    "momentum_delta", "write_gate_map", "swiglu_small",
 }  # fmt: skip
 
 
@@ -61,7 +61,7 @@ def both(rule, **kwargs):
 # Every structure, objective, optimizer and retention; the other rules' rounding runs if slow.
 ROUNDED = (
     "all_of_them", "atlas_every", "gated_delta_momentum", "gated_small", "gla", "longhorn_channel", "memora_matrix",
-    "moneta_matrix", "own_loss_matrix", "own_sign_momentum", "plain_small", "rwkv7",
+    "moneta_matrix", "own_loss_matrix", "own_sign_momentum", "plain_small", "rwkv7", "swiglu_small",
 )  # fmt: skip
 
 

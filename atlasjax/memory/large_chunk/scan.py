@@ -18,7 +18,9 @@ from atlasjax.memory.large_chunk.state import LargeChunkState
 from atlasjax.memory.products import wide_dtype
 from atlasjax.memory.tokens import Tokens
 
-_LEAST, _MOST = 64, 256  # tokens of a piece with packed segments: every segment's last piece is padded
+# Tokens of a piece with packed segments. Whole chunks would be mostly padding where documents are shorter; but for the backward pass
+# the memory and the sums are kept once per piece, so it is not shorter than products need.
+_LEAST, _MOST = 64, 256
 
 
 class Carry(NamedTuple):
