@@ -3,7 +3,8 @@
 Each function takes settings (`chunk_size`, `window`, …) and returns a `MemoryRule` or a `SoftmaxRule`. `register` makes it
 available by name to language models, presets, tables and experiments. A rule of your own can be registered in the same way.
 `lact` and `in_place_ttt` return a `LargeChunkRule` and have no such name: a model cannot have one of them as its only memory, for
-no token reads the tokens of its own chunk. The mixer "lact" has attention beside it.
+no token reads the tokens of its own chunk. The mixer "lact" has attention beside it, and so has "mag" with
+`MemoryConfig(rules.lact)`.
 
 The docstrings give the recurrences of the papers. By default a rule also has bounds, which keep its memory from diverging
 (`memory.Bound`, docs/semantics.md 1.12): they make steps smaller and limit weights. `rule.unbounded()` has none.

@@ -18,8 +18,8 @@ from atlasjax.memory.large_chunk.state import LargeChunkState
 from atlasjax.memory.products import wide_dtype
 from atlasjax.memory.tokens import Tokens
 
-# Tokens of a piece with packed segments. Whole chunks would be mostly padding where documents are shorter; but for the backward pass
-# the memory and the sums are kept once per piece, so it is not shorter than products need.
+# Tokens of a piece with packed segments. Whole chunks would be mostly padding where documents are shorter. But the backward pass
+# keeps the memory and the sums once per piece, so pieces are not shorter than products need.
 _LEAST, _MOST = 64, 256
 
 
