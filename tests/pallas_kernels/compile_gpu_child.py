@@ -1,8 +1,10 @@
-"""`python compile_gpu_child.py [GPU]`: compiles every GPU kernel, forward and backward, for a GPU that need not exist.
+"""`python compile_gpu_child.py [GPU] [CASE]`: compiles every GPU kernel, forward and backward, for a GPU that need not exist.
 
 The GPU is a name in `cuda.TARGETS`, h200 by default. A line for each: `case / kernel: R registers, S bytes spilled, M bytes shared,
 N threads`, or `case / refused: the reason`. A process of its own, because XLA reads
-its flags once, and because a compiler that fails a check ends the process.
+its flags once, and because a compiler that fails a check ends the process. CASE: only cases whose names begin with it.
+With "lowered" in the place of a GPU, kernels are lowered to Triton's language and not compiled, which needs none of CUDA: a line
+`case / lowered` for each.
 """
 
 import functools
@@ -110,10 +112,16 @@ def chunk_memories(structure, dim, window, dtype, *gates, packed=False, loss=obj
     return call, [weights, momenta, *tokens, values, *restarts]
 
 
-def main(gpu="h200"):
+def main(gpu="h200", only=""):
     for case, function, shapes in kernels():
+        if not case.startswith(only):
+            continue
         loss = lambda *arrays, function=function: jnp.sum(function(*arrays).astype(jnp.float32) ** 2)
         try:
+            if gpu == "lowered":
+                jax.jit(jax.value_and_grad(loss)).trace(*shapes).lower(lowering_platforms=("cuda",))
+                print(f"{case} / lowered", flush=True)
+                continue
             program = gpu_static.compiled(jax.value_and_grad(loss), shapes, gpu)
         except Exception as error:
             print(f"{case} / refused: {str(error).splitlines()[0]}", flush=True)

@@ -45,10 +45,21 @@ needs_cuda = pytest.mark.skipif(
 LINE = re.compile(r"(.*) / (\S+): (\d+) registers, (\d+) bytes spilled, (\d+) bytes shared, (\d+) threads")
 
 
-def compiled(gpu):
-    child = subprocess.run([sys.executable, CHILD, gpu], capture_output=True, text=True, timeout=1800, check=False)
+def compiled(gpu, case=""):
+    child = subprocess.run(
+        [sys.executable, CHILD, gpu, case], capture_output=True, text=True, timeout=1800, check=False
+    )
     assert child.returncode == 0, child.stdout + child.stderr[-3000:]
     return child.stdout.splitlines()
+
+
+# Bounded steps, in the smallest kernels that have them.
+@pytest.mark.parametrize("case", ["chunk_memory matrix 64 huber", pytest.param("", marks=pytest.mark.slow)])
+def test_kernels_are_lowered(case):
+    """Triton has no lowering of some functions that interpret mode takes, such as one with a derivative of its own."""
+    lines = compiled("lowered", case)
+    assert len(lines) == (1 if case else 21)
+    assert [line for line in lines if not line.endswith(" / lowered")] == []
 
 
 @needs_cuda
