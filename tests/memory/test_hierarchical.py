@@ -256,3 +256,16 @@ def test_calls_that_are_refused():
         memory.scan(rule, params, None, *tokens[:3], rule.split_gates(tokens[3], 4, 4)[0])
     with pytest.raises(ValueError, match="has no soup"):
         memory.soup(rule, params, [memory.init_state(rule, params, batch_size=2)])
+
+
+@pytest.mark.parametrize(
+    ("name", "where"), [("position", "state"), ("local_memories", r"state.local_memories\[0\]: state")]
+)
+def test_a_state_that_is_beyond_its_shard_or_chunk(name, where):
+    rule = HierarchicalRule(rules.titans_no_momentum(), 8, (8,), 8, fine_chunks=(2,))
+    params, *_ = make_inputs(rule, dtype=jnp.float32)
+    state = memory.init_state(rule, params, batch_size=2)
+    beyond = lambda state: state._replace(position=state.position + 9)
+    bad = beyond(state) if name == "position" else state._replace(local_memories=(beyond(state.local_memories[0]),))
+    with pytest.raises(ValueError, match=rf"{where}.position has the value 9, should be in \[0, [18]\]"):
+        memory.read(rule, params, bad, jnp.ones((2, 1, 2, 4)))

@@ -2,6 +2,7 @@
 
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from atlasjax.memory.check import check_range
 from atlasjax.memory.hierarchical import init
 from atlasjax.memory.hierarchical.reference import reference_scan
 from atlasjax.memory.hierarchical.scan import xla_scan
@@ -51,6 +52,17 @@ class HierarchicalRule(HierarchicalSpec):
 
     def check_params(self, params: HierarchicalParams, where: str) -> None:
         init.check_params(self, params, where)
+
+    def check_state(
+        self, params: HierarchicalParams, state: HierarchicalState, batch: int, heads: int, where: str
+    ) -> None:
+        super().check_state(params, state, batch, heads, where)
+        check_range("state.position", state.position, 0, self.restart, where)
+        # States of another number of tokens in a chunk, such as those before the second stage, have the same shapes.
+        first, *local = self.members
+        first.check_state(params.global_memory, state.global_memory, batch, heads, f"{where}: state.global_memory")
+        for i, (rule, own, memory) in enumerate(zip(local, params.local_memories, state.local_memories, strict=True)):
+            rule.check_state(own, memory, batch, heads, f"{where}: state.local_memories[{i}]")
 
     def scan_tokens(
         self,

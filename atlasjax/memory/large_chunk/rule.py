@@ -2,6 +2,7 @@
 
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from atlasjax.memory.check import check_range
 from atlasjax.memory.fast_weights import init as parameters
 from atlasjax.memory.fast_weights.state import MemoryParams
 from atlasjax.memory.large_chunk import init
@@ -61,6 +62,11 @@ class LargeChunkRule(LargeChunkSpec):
 
     def check_params(self, params: MemoryParams, where: str) -> None:
         parameters.check_params(self, params, where)
+
+    def check_state(self, params: MemoryParams, state: LargeChunkState, batch: int, heads: int, where: str) -> None:
+        super().check_state(params, state, batch, heads, where)
+        # That of a rule with longer chunks has the same shapes, and would never be written.
+        check_range("state.position", state.position, 0, self.chunk_size - 1, where)
 
     def sizes(self, params: MemoryParams) -> Sizes:
         num_heads, value_dim, _ = params.weights[self.names[0]].shape

@@ -143,3 +143,7 @@ def test_refuses_calls():
     other = memory.init_state(RULES["sums"], make_inputs(RULES["sums"], dtype=jnp.float32)[0], batch_size=2)
     with pytest.raises(ValueError, match="state belongs to another rule"):
         memory.scan(rule, params, other, q, k, v, gates)
+    params = make_inputs(RULES["sums"], dtype=jnp.float32)[0]
+    beyond = other._replace(position=other.position + RULES["sums"].chunk_size)
+    with pytest.raises(ValueError, match=r"state.position has the value \d+, should be in \[0, \d+\]"):
+        memory.read(RULES["sums"], params, beyond, q)
