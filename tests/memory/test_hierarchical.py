@@ -269,3 +269,17 @@ def test_a_state_that_is_beyond_its_shard_or_chunk(name, where):
     bad = beyond(state) if name == "position" else state._replace(local_memories=(beyond(state.local_memories[0]),))
     with pytest.raises(ValueError, match=rf"{where}.position has the value 9, should be in \[0, [18]\]"):
         memory.read(rule, params, bad, jnp.ones((2, 1, 2, 4)))
+
+
+def test_around_a_rule_of_large_chunks():
+    rule = HierarchicalRule(rules.lact(expansion=1, schedule=None), 8, (4,), 8)
+    params = memory.init_params(rule, jax.random.key(0), num_heads=2, key_dim=4, value_dim=4)
+    q, k, v = jax.random.normal(jax.random.key(1), (3, 2, 13, 2, 4))
+    gate = jax.random.uniform(jax.random.key(2), (2, 13, 2, 8))
+    tokens = (q, k, v, memory.Gates(step_size=0.1 * gate[..., :6], momentum_decay=gate[..., 6:]))
+    y, state = from_start(memory.reference, rule)(params, *tokens)
+    part = lambda *span: jax.tree.map(lambda x: x[:, slice(*span)], tokens)
+    before, middle = memory.scan(rule, params, None, *part(9))
+    after, last = memory.scan(rule, params, middle, *part(9, None))
+    assert_close(jnp.concatenate([before, after], axis=1), y, 1e-5)
+    assert_states_close(last, state, 1e-5)

@@ -84,11 +84,7 @@ class LargeChunkRule(LargeChunkSpec):
         max_segments: int | None,
         lengths: Int[Array, " batch"] | None,
     ) -> tuple[Float[Array, "batch time heads value_dim"], LargeChunkState]:
-        if lengths is not None:
-            raise TypeError(
-                "LargeChunkRule.scan: lengths is only for a rule inside a CachedRule, which this one cannot be."
-            )
-        return xla_scan(self, params, state, tokens, max_segments)
+        return xla_scan(self, params, state, tokens, max_segments, lengths)
 
     def step_token(
         self, params: MemoryParams, state: LargeChunkState, tokens: Tokens

@@ -82,6 +82,7 @@ def xla_scan(
     state: LargeChunkState | None,
     tokens: Tokens,
     max_segments: int | None = None,
+    lengths: jax.Array | None = None,
 ) -> tuple[jax.Array, LargeChunkState]:
     """`LargeChunkRule.scan`."""
     segment_ids, dtype = tokens.segment_ids, tokens.q.dtype
@@ -89,7 +90,7 @@ def xla_scan(
     before = init_state(rule, params, tokens.q.shape[0]) if state is None else state
     carry, piece = carry_of(before, dtype), piece_of(tokens)
     products = product_dtype(dtype)
-    if segment_ids is None and state is None:
+    if segment_ids is None and state is None and lengths is None:
         y, carry = _whole_chunks(rule, products, params, carry, piece)
         return y.astype(dtype), state_of(carry, before.segment)
     if segment_ids is None:
@@ -99,6 +100,8 @@ def xla_scan(
         assert max_segments is not None
         where = _packed(segment_ids, max_segments, piece_size(rule.chunk_size), before)
         segment = segment_ids[:, -1]
+    if lengths is not None:
+        piece, where = _cut(piece, where, lengths)
     y, carry = _pieces(rule, products, params, carry, piece, where)
     if where.overflow is not None:
         carry = carry._replace(memory=choose(where.overflow, jax.tree.map(_poison, carry.memory), carry.memory))
@@ -120,8 +123,23 @@ def _packed(segment_ids: jax.Array, max_segments: int, size: int, state: LargeCh
     zeros = jnp.zeros_like(state.position)
     where = grid.segmented_layout(segment_ids, max_segments, size, size, 1, state.position % size, zeros, state.segment)
     assert where.place is not None
-    lengths = jax.vmap(lambda slots: jnp.zeros(where.num_slots, jnp.int32).at[slots].add(1, mode="drop"))
-    return grid.Pieces(where.num_slots, size, where.place, lengths(where.place // size).T, where.resets, where.overflow)
+    lengths = _counts(where.place // size, where.num_slots, 1)
+    return grid.Pieces(where.num_slots, size, where.place, lengths, where.resets, where.overflow)
+
+
+def _counts(slots: jax.Array, num_slots: int, each: jax.Array | int) -> jax.Array:
+    """The number of tokens in each piece, [pieces, batch], from the pieces of tokens [batch, time]. each: 0 for padding."""
+    each = jnp.broadcast_to(each, slots.shape)
+    count = lambda slots, each: jnp.zeros(num_slots, jnp.int32).at[slots].add(each, mode="drop")
+    return jax.vmap(count)(slots, each).T
+
+
+def _cut(piece: Piece, where: grid.Pieces, lengths: jax.Array) -> tuple[Piece, grid.Pieces]:
+    """The tokens and their pieces with so many tokens in each row, [batch]. The others write nothing."""
+    real = jnp.arange(piece.q.shape[1])[None] < lengths[:, None]
+    cut = lambda x: None if x is None else jnp.where(jnp.expand_dims(real, range(2, x.ndim)), x, 0.0)
+    piece = piece._replace(step_size=cut(piece.step_size), momentum_decay=cut(piece.momentum_decay))
+    return piece, where._replace(lengths=_counts(where.place // where.width, where.slots, real.astype(jnp.int32)))
 
 
 def _pieces(
