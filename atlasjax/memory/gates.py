@@ -19,8 +19,7 @@ class Gates(NamedTuple):
       momentum_decay: θ ∈ [0, 1], the decay of the momentum S_t, which is `MemoryState.momentum`.
       window_weights: γ ∈ [0, 1], [batch, time, heads, window]; entry j weights the loss of token t − j.
       threshold: Huber's δ > 0, the norm of the error at which the loss becomes linear.
-      removal_key: r of `objectives.DeltaKeys`, the key at which a token reads what it removes, [batch, time, heads, feature_dim];
-        RWKV-7's κ̂.
+      removal_key: the read key r of `objectives.DeltaKeys`, RWKV-7's κ̂; [batch, time, heads, feature_dim].
       removal: RWKV-7's removal rate a ∈ [0, 1], [batch, time, heads, feature_dim].
       connector: u of a `CachedRule`, [batch, time, heads, connector_dim]: key_dim, or 1 + capacity with connector="age".
         Of a `LogLinearRule`: the inverse softplus of λ, [batch, time, heads, 1 + levels].

@@ -138,10 +138,10 @@ class Huber(Objective):
 class DeltaKeys(Objective):
     """The delta rule with a read key r (gate `removal_key`) beside its write key k.
 
-        W_t = W̃_t + η_t (v_t − W̃_t r_t) k_tᵀ        W̃_t = W_{t−1}, or W_{t−1} Diag(α_t) if the decay comes first
+        W_t = W_{t−1} Diag(α_t) + η_t (v_t − W̃_t r_t) k_tᵀ        W̃_t = W_{t−1} Diag(α_t), or W_{t−1} if the decay comes last
 
     With r = k this is the delta rule. Gated DeltaNet-2 has r = b ⊙ k, Comba r = p, and preconditioned DeltaNet the write key k ⊙ m
-    with r = k. A subclass may remove at a key s of its own (`removed_at`): W_t = W̃_t + η_t (v_t k_tᵀ − (W̃_t r_t) s_tᵀ).
+    with r = k. A subclass may remove at a key s of its own (`removed_at`): η_t (v_t k_tᵀ − (W̃_t r_t) s_tᵀ) is written then.
 
     The write is the semi-gradient of ⟨M(s), M(r)⟩ − ⟨M(k), v⟩, in which M(r) is constant, as in temporal-difference learning. It is
     not the gradient of any loss unless r and s are parallel.
