@@ -137,8 +137,9 @@ def _counts(slots: jax.Array, num_slots: int, each: jax.Array | int) -> jax.Arra
 def _cut(piece: Piece, where: grid.Pieces, lengths: jax.Array) -> tuple[Piece, grid.Pieces]:
     """The tokens and their pieces with so many tokens in each row, [batch]. The others write nothing."""
     real = jnp.arange(piece.q.shape[1])[None] < lengths[:, None]
-    cut = lambda x: None if x is None else jnp.where(jnp.expand_dims(real, range(2, x.ndim)), x, 0.0)
-    piece = piece._replace(step_size=cut(piece.step_size), momentum_decay=cut(piece.momentum_decay))
+    cut = lambda x: jnp.where(jnp.expand_dims(real, range(2, x.ndim)), x, 0.0)
+    theta = piece.momentum_decay
+    piece = piece._replace(step_size=cut(piece.step_size), momentum_decay=None if theta is None else cut(theta))
     return piece, where._replace(lengths=_counts(where.place // where.width, where.slots, real.astype(jnp.int32)))
 
 
