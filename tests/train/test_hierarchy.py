@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 from atlasjax.cli import main
 from atlasjax.nn import HierarchyConfig, MemoryConfig
@@ -55,5 +56,5 @@ def test_both_stages_from_the_command_line(tmp_path):
     ]
     assert main(["train", *options, "--model.memory.hierarchy.fine-chunks", "2"]) == 0
     assert run_config(fine).model == with_hierarchy(fine_chunks=(2,))
-    params = [jax.tree.leaves(load_run(folder).params) for folder in (first.run_dir, fine)]
+    params = [jax.tree.leaves(nnx.state(load_run(folder).model, nnx.Param)) for folder in (first.run_dir, fine)]
     assert all(jnp.array_equal(a, b) for a, b in zip(*params, strict=True))
