@@ -16,7 +16,9 @@ def small(preset: str) -> ModelConfig:
     memory, takes = config.memory, config.memory.overrides()
     sizes = {"newton_schulz_every": 4, "newton_schulz_steps": 2, "cache_window": 11, "expansion": 2, "sketch_size": 8}
     cut = {field: size for field, size in sizes.items() if getattr(memory, field) is not None and field in takes}
-    if memory.build().chunk_size > 1:
+    if memory.hierarchy is not None:
+        cut["hierarchy"] = dataclasses.replace(memory.hierarchy, global_chunk=8, local_chunks=(4,), restart=8)
+    elif memory.build().chunk_size > 1:
         cut["chunk_size"] = 8
     if memory.caching is not None:
         cut["caching"] = dataclasses.replace(memory.caching, segment_size=8)
