@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from atlasjax import memory
+from atlasjax import memory, rules
 from tests.marks import each_name
 from tests.memory.cases import RULES, assert_close, make_inputs, steps
 
@@ -51,6 +51,23 @@ def test_every_split(name, x64):
         EXACT,
         what="state after piece",
     )
+
+
+@pytest.mark.parametrize("rule", [rules.gated_delta_rule(), rules.in_place_ttt(2)], ids=["linear", "large_chunk"])
+@pytest.mark.parametrize("wide", ["tokens", "params"])
+def test_a_step_of_wider_tokens_or_parameters_than_the_state(rule, wide, x64):
+    narrow = memory.init_params(rule, jax.random.key(0), num_heads=2, key_dim=4, value_dim=4)
+    narrow = jax.tree.map(lambda x: x.astype(jnp.float32), narrow)
+    state = memory.init_state(rule, narrow, batch_size=1)
+    params = jax.tree.map(lambda x: x.astype(jnp.float64), narrow) if wide == "params" else narrow
+    q, k, v = jax.random.normal(jax.random.key(1), (3, 1, 2, 4), jnp.float64 if wide == "tokens" else jnp.float32)
+    channels = rule.gate_channels(4, 4)
+    gates = memory.Gates(**{name: jnp.full((1, 2) if c is None else (1, 2, c), 0.5) for name, c in channels.items()})
+    y, _ = memory.step(rule, params, state, q, k, v, gates)
+    assert y.dtype == q.dtype
+    up = lambda x: x.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
+    expected, _ = memory.step(rule, *jax.tree.map(up, (params, state, q, k, v, gates)))
+    assert_close(y, expected, 1e-6)
 
 
 @each_name(["titans_at_its_limits", "atlas_every"], slow=["titans_at_its_limits"])

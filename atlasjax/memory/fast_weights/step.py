@@ -15,7 +15,7 @@ from atlasjax.memory.fast_weights.scan import window_count_of, window_of
 from atlasjax.memory.fast_weights.spec import MemorySpec
 from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState
 from atlasjax.memory.gates import Weights
-from atlasjax.memory.grid import MaybeArray, choose
+from atlasjax.memory.grid import MaybeArray, choose, widened
 from atlasjax.memory.layerwise import change_some, put_layer, take_layer
 from atlasjax.memory.products import wide_dtype
 from atlasjax.memory.tokens import Tokens
@@ -43,7 +43,7 @@ def xla_step(
     if rule.is_linear:
         up_params = jax.tree.map(lambda x: x.astype(wide), params)
         one = jax.tree.map(lambda x: x[None], slot)
-        y, memory = linear_scan(rule, q.dtype, up_params, state.memory, one, None)
+        y, memory = linear_scan(rule, q.dtype, up_params, widened(state.memory, wide), one, None)
         return y[0, :, :, 0], state._replace(memory=memory)
     up_state = jax.tree.map(lambda x: x.astype(wide) if jnp.issubdtype(x.dtype, jnp.floating) else x, state)
     arguments = (jax.tree.map(lambda x: x.astype(wide), params), up_state, slot, None if soup is None else soup.weights)

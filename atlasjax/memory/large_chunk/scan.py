@@ -32,8 +32,9 @@ class Carry(NamedTuple):
     position: jax.Array
 
 
-def carry_of(state: LargeChunkState, dtype: jnp.dtype) -> Carry:
-    """The carry of a state, in at least `dtype`."""
+def carry_of(state: LargeChunkState, params: MemoryParams, dtype: jnp.dtype) -> Carry:
+    """The carry of a state, at least as wide as the parameters, which are written to it, and `dtype`."""
+    dtype = wide_dtype(dtype, *(x.dtype for x in jax.tree.leaves(params)))
     carry = Carry(state.memory, state.momentum, Written(state.sums, state.decay_sum), state.position)
     return grid.widened(carry, dtype)
 
@@ -88,7 +89,7 @@ def xla_scan(
     segment_ids, dtype = tokens.segment_ids, tokens.q.dtype
     params = grid.widened(params, wide_dtype(dtype))
     before = init_state(rule, params, tokens.q.shape[0]) if state is None else state
-    carry, piece = carry_of(before, dtype), piece_of(tokens)
+    carry, piece = carry_of(before, params, dtype), piece_of(tokens)
     products = product_dtype(dtype)
     if segment_ids is None and state is None and lengths is None:
         y, carry = _whole_chunks(rule, products, params, carry, piece)
@@ -147,7 +148,7 @@ def _pieces(
     rule: LargeChunkSpec, dtype: jnp.dtype, params: MemoryParams, carry: Carry, piece: Piece, where: grid.Pieces
 ) -> tuple[jax.Array, Carry]:
     """A call that begins anywhere in a chunk, or has packed segments."""
-    fresh = carry_of(init_state(rule, params, piece.q.shape[0]), wide_dtype(dtype))
+    fresh = carry_of(init_state(rule, params, piece.q.shape[0]), params, wide_dtype(dtype))
 
     def body(carry: Carry, xs: tuple[Piece, jax.Array, jax.Array | None]) -> tuple[Carry, jax.Array]:
         piece, count, resets = xs

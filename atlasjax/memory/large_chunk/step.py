@@ -48,7 +48,7 @@ def _added(
     dtype = tokens.q.dtype
     params = widened(params, wide_dtype(dtype))
     piece = jax.tree.map(lambda x: x[:, None], piece_of(tokens))
-    carry, y = add_piece(rule, product_dtype(dtype), params, carry_of(state, dtype), piece, 1)
+    carry, y = add_piece(rule, product_dtype(dtype), params, carry_of(state, params, dtype), piece, 1)
     return params, carry, y[:, 0].astype(dtype)
 
 
