@@ -169,6 +169,8 @@ def trapezoidal_scan(
     """
     sizes = check_shapes("trapezoidal_scan", _AXES, optional=("D",), x=x, delta=delta, A=A, blend=blend, B=B, C=C, D=D)
     check.instance("trapezoidal_scan", "gates", gates, memory.Gates)
+    if segment_ids is not None:
+        check_ids(segment_ids, x.shape[:2], "trapezoidal_scan")
     rank = sizes["rank"]
     if rank > 1 and rule is not None:
         raise ValueError(f"trapezoidal_scan: rule must be None for x of rank {rank}, got {rule!r}.")

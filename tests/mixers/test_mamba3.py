@@ -198,6 +198,8 @@ def test_bad_arguments_are_named():
         mamba3.trapezoidal_scan(x, delta, A[:, :3], blend, B, C, D)
     with pytest.raises(ValueError, match=r"trapezoidal_scan: B has shape \(2, 4, 1, 2, 6\), should be .*rank=2"):
         mamba3.trapezoidal_scan(x, delta, A, blend, B[:, :, :1], C, D)
+    with pytest.raises(TypeError, match=r"trapezoidal_scan: segment_ids must be an array of shape \[2, 4\], got list"):
+        mamba3.trapezoidal_scan(x, delta, A, blend, B, C, segment_ids=[[0] * 4] * 2)
     with pytest.raises(ValueError, match="trapezoidal_scan: rule must be None for x of rank 2"):
         mamba3.trapezoidal_scan(x, delta, A, blend, B, C, rule=rules.mamba3())
     with pytest.raises(ValueError, match="trapezoidal_scan: gates must be a Gates, got None"):
