@@ -111,8 +111,10 @@ def muon_axes(logical_axes: PyTree) -> PyTree:
         names = tuple(axes)
         if not _is_matrix(axes) or "vocab" in names:
             return None
-        if "memory_out" in names:
-            return optax.contrib.MuonDimensionNumbers(names.index("memory_in"), names.index("memory_out"))
+        if "memory_out" in names or {"memory_in", "rank"} <= set(names):
+            # A factor of a product of low rank has one of the two, and the rank in place of the other.
+            axis = lambda name: names.index(name if name in names else "rank")
+            return optax.contrib.MuonDimensionNumbers(axis("memory_in"), axis("memory_out"))
         first, second, *_ = (i for i, name in enumerate(names) if name in _MATRIX_AXES)
         return optax.contrib.MuonDimensionNumbers(first, tuple(range(second, len(names))))
 

@@ -106,6 +106,8 @@ def test_a_run_can_go_on_with_or_without_clipping():
         (("layers", "embed", "heads", None), 1, (2, 3)),  # the heads' channels
         (("layers", "embed", None, "mlp"), 1, (3,)),  # two projections
         (("layers", "heads", "memory_out", "memory_in"), 3, 2),
+        (("layers", None, "heads", "memory_out", "rank"), 4, 3),  # the factors of LaCT's initial memory
+        (("layers", None, "heads", "rank", "memory_in"), 4, 3),
         (("layers", "memory_in", "embed"), 1, (2,)),
     ],
 )
