@@ -1,8 +1,9 @@
 """The functional API: `init_params`, `init_state`, `scan`, `step`, `read`, `soup`, `reference`.
 
 Each function checks its arguments once and calls the rule's method of the same name. A rule is a `MemoryRule`, a `SoftmaxRule` (its
-memory is a cache of tokens), a `LargeChunkRule` (it writes once per chunk), a `CachedRule` (it also keeps the memories of earlier
-segments), or a user-defined `Rule`.
+memory is a cache of tokens), a `LargeChunkRule` (it writes once per chunk), a `MesaRule` (its memory is the solution of a
+regression), a `CachedRule` (it also keeps the memories of earlier segments), a `LogLinearRule`, a `HierarchicalRule` (both have
+several memories of one rule), or a user-defined `Rule`.
 """
 
 import functools

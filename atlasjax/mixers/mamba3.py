@@ -169,6 +169,9 @@ def trapezoidal_scan(
     """
     sizes = check_shapes("trapezoidal_scan", _AXES, optional=("D",), x=x, delta=delta, A=A, blend=blend, B=B, C=C, D=D)
     check.instance("trapezoidal_scan", "gates", gates, memory.Gates)
+    for name in ("retention", "step_size", "window_weights"):
+        if getattr(gates, name) is not None:
+            raise ValueError(f"trapezoidal_scan: gates.{name} is given; it should be None, as it follows from delta, A and blend.")
     if segment_ids is not None:
         check_ids(segment_ids, x.shape[:2], "trapezoidal_scan")
     rank = sizes["rank"]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from atlasjax import rules
+from atlasjax import memory, rules
 from atlasjax.mixers import mamba2, mamba3
 from tests.nn import mamba3_formula
 
@@ -204,6 +204,8 @@ def test_bad_arguments_are_named():
         mamba3.trapezoidal_scan(x, delta, A, blend, B, C, rule=rules.mamba3())
     with pytest.raises(ValueError, match="trapezoidal_scan: gates must be a Gates, got None"):
         mamba3.trapezoidal_scan(x, delta, A, blend, B, C, gates=None)
+    with pytest.raises(ValueError, match=r"trapezoidal_scan: gates.retention is given; it should be None"):
+        mamba3.trapezoidal_scan(x, delta, A, blend, B, C, gates=memory.Gates(retention=A))
     with pytest.raises(ValueError, match=r"mamba3\.reference: D has shape \(1,\), should be \[heads=2\]"):
         mamba3.reference(x, delta, A, blend, B, C, D[:1])
     with pytest.raises(ValueError, match=r"mamba3\.rotations: start has shape \(2, 2, 3\), should be .*angles=2"):
