@@ -171,7 +171,9 @@ def trapezoidal_scan(
     check.instance("trapezoidal_scan", "gates", gates, memory.Gates)
     for name in ("retention", "step_size", "window_weights"):
         if getattr(gates, name) is not None:
-            raise ValueError(f"trapezoidal_scan: gates.{name} is given; it should be None, as it follows from delta, A and blend.")
+            raise ValueError(
+                f"trapezoidal_scan: gates.{name} is given; it should be None, as it follows from delta, A and blend."
+            )
     if segment_ids is not None:
         check_ids(segment_ids, x.shape[:2], "trapezoidal_scan")
     rank = sizes["rank"]

@@ -88,7 +88,9 @@ class GateProjection(Module):
             elif name == "connector":
                 gate = logit
             else:
-                gate = jax.nn.sigmoid(logit) * (jnp.array(self.max_steps, jnp.float32) if name == "step_size" else 1.0)
+                gate = jax.nn.sigmoid(logit)
+                if name == "step_size":
+                    gate = gate * jnp.broadcast_to(jnp.array(self.max_steps, jnp.float32), gate.shape)
             gates[name] = gate if channels else gate[..., 0]
         if self.shrink is not None:
             eta, theta = gates["step_size"], gates["momentum_decay"]

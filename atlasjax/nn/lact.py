@@ -60,7 +60,8 @@ class StartMemory(Module):
         else:
             left, right = self.left[...], self.right[...]
             product = jnp.matmul(left, right, precision=jax.lax.Precision.HIGHEST)
-            W2, W3 = product + _IDENTITY * jnp.eye(left.shape[-2], right.shape[-1], dtype=left.dtype)
+            identity = jnp.eye(left.shape[-2], right.shape[-1], dtype=left.dtype)
+            W2, W3 = product + jnp.broadcast_to(_IDENTITY * identity, product.shape)
             weights = {"W1": self.W1[...], "W2": W2, "W3": W3}
         return memory.MemoryParams(weights, None, None)
 
@@ -114,9 +115,11 @@ class FastWeights(Module):
         fast = []
         for i, z in enumerate((q, k)):
             z = z.reshape(*z.shape[:2], -1).astype(jnp.float32)
-            z = l2_normalize(by_head(jax.nn.silu(z * self.scale[...][i] + self.offset[...][i])))
+            z = l2_normalize(by_head(jax.nn.silu(z * self.scale[None, None, i] + self.offset[None, None, i])))
             fast.append(by_head(attention.rotate(z.reshape(q.shape), position)).astype(q.dtype))
-        logits = dense(x.astype(jnp.float32), self.gates[...], precision=jax.lax.Precision.HIGHEST) + self.bias[...]
+        logits = (
+            dense(x.astype(jnp.float32), self.gates[...], precision=jax.lax.Precision.HIGHEST) + self.bias[None, None]
+        )
         theta = jax.nn.sigmoid(logits[..., 4]) if self.rule.momentum else None
         gates = memory.Gates(step_size=jax.nn.softplus(logits[..., :3]), momentum_decay=theta)
         return (*fast, by_head(jax.nn.silu(v)), gates), jax.nn.silu(logits[..., 3:4])

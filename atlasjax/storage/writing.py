@@ -7,6 +7,7 @@ clock is asked. On a file system without locks nothing is removed.
 
 import contextlib
 import fcntl
+import functools
 import os
 import pathlib
 import re
@@ -14,7 +15,7 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
 from atlasjax.storage.paths import AnyPath, StorePath
@@ -106,12 +107,10 @@ def sweep(folder: pathlib.Path, *, folders: bool = False) -> int:
             path = pathlib.Path(entry.path)
             with contextlib.suppress(OSError):
                 if entry.is_file(follow_symlinks=False):
-                    if _is_left_over(path):
-                        path.unlink()
-                    else:
+                    if not _removed(path, path.unlink):
                         num_bytes += entry.stat(follow_symlinks=False).st_size
-                elif folders and entry.is_dir(follow_symlinks=False) and _is_left_over(path / _WRITER):
-                    shutil.rmtree(path, ignore_errors=True)
+                elif folders and entry.is_dir(follow_symlinks=False):
+                    _removed(path / _WRITER, functools.partial(shutil.rmtree, path, ignore_errors=True))
     return num_bytes
 
 
@@ -123,14 +122,20 @@ def _sweep_now_and_then(folder: pathlib.Path) -> None:
         _next_sweeps[folder] = now + _REST * (now - begun)
 
 
-def _is_left_over(path: pathlib.Path) -> bool:
-    """Whether nobody has locked a file, or it is not there. Where there are no locks, nothing is left over."""
+def _removed(path: pathlib.Path, remove: Callable[[], None]) -> bool:
+    """Removes what nobody has locked, and says so: a file that is left over, or not there. Without locks nothing is left over.
+
+    The lock is held until it is removed. A writer that has just made the file could lock it in between, see that it is there
+    (`_locked`), and then lose it.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # a FIFO would wait for a writer
     except FileNotFoundError:
+        remove()
         return True
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # NFS wants a file open for writing for more
+        remove()
     except OSError:
         return False
     finally:

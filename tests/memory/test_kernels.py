@@ -23,7 +23,7 @@ SUPPORTED = {
     "momentum_full_retention", "gated", "gated_small", "moneta_row", "atlas", "atlas_plus_plus", "titans_unbounded",
     "titans_at_its_limits", "own_features", "deep_small", "yaad", "ttt_linear", "ttt_mlp", "ttt_mlp_small", "gla", "rwkv7",
     "rwkv7_one_key", "delta_rule_decay", "gdn2", "comba", "pgdn", "read_key_decays_last",
-    "titans_write_gate",
+    "titans_write_gate", "kda", "mamba3",
 }  # fmt: skip
 
 

@@ -264,8 +264,8 @@ def test_kernels(name, packed, monkeypatch):
 
 
 def test_a_baseline_without_a_kernel_refuses_one():
-    config = make_config(name="gla")
+    config = make_config(name="momentum_deltanet")
     named = dataclasses.replace(config, memory=dataclasses.replace(config.memory, implementation="pallas_gpu"))
-    layer = MIXERS["gla"](named, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="cannot run this call: no GPU kernel has been written for retention="):
+    layer = MIXERS["momentum_deltanet"](named, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="cannot run this call: chunk_size=1, should be one of"):
         layer(inputs())

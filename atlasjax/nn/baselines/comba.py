@@ -46,7 +46,8 @@ class CombaMixer(GatedDeltaNetMixer):
     def project(self, x, inputs, segment_ids):
         q, k, v, z, inputs = self.of_heads(x, inputs, segment_ids)
         of_keys = lambda a: a[None, None, :, None]
-        p = (k * jax.nn.sigmoid(of_keys(self.inner_decay[...]))).astype(x.dtype)
-        q = (q - of_keys(self.correction[...]) * p).astype(x.dtype)
+        wide = lambda a: a.astype(jnp.float32)
+        p = (wide(k) * jax.nn.sigmoid(of_keys(self.inner_decay[...]))).astype(x.dtype)
+        q = (wide(q) - of_keys(self.correction[...]) * wide(p)).astype(x.dtype)
         gates = self.write_gates(x)._replace(removal_key=self.unit(p))
         return Tokens(self.unit(q), self.unit(k), v, gates, z), inputs

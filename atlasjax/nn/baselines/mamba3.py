@@ -132,12 +132,12 @@ class Mamba3Mixer(RecurrentMixer):
         keys = self._selected(B, self.B_norm, self.B_bias[...], turns)
         queries = self._selected(C, self.C_norm, self.C_bias[...], turns)
         if self.mimo_x is not None:
-            v = (v * self.mimo_x[None, None]).astype(x.dtype)
+            v = (v.astype(jnp.float32) * self.mimo_x[None, None]).astype(x.dtype)
         return Mamba3Tokens(v, z, step, A, jax.nn.sigmoid(blend), keys, queries), Rotations(turns[:, -1])
 
     def _selected(self, x: jax.Array, norm: RMSNorm, bias: jax.Array, turns: jax.Array) -> jax.Array:
         """B or C of every head from that of its group, normalized and rotated."""
-        each = jnp.repeat(norm(x), self.num_heads // self.groups, axis=3)
+        each = jnp.repeat(norm(x), self.num_heads // self.groups, axis=3).astype(jnp.float32)
         return mamba3.rotate(each + bias[None, None], turns).astype(x.dtype)
 
     def recur(self, tokens, state, segment_ids, max_segments):

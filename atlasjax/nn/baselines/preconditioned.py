@@ -77,7 +77,9 @@ class PreconditionedMixer(MatrixMixer):
     def init_state(self, batch_size: int, max_length: int | None = None) -> RecurrentState:
         inputs, memory = super().init_state(batch_size, max_length)
         heads = self.curvature.center[...].shape[0]
-        return RecurrentState(inputs, PreconditionedState(memory, jnp.zeros((batch_size, heads, self.key_dim))))
+        return RecurrentState(
+            inputs, PreconditionedState(memory, jnp.zeros((batch_size, heads, self.key_dim), jnp.float32))
+        )
 
     def project(self, x, inputs, segment_ids):
         tokens, inputs = super().project(x, inputs, segment_ids)
