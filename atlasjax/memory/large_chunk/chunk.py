@@ -86,7 +86,7 @@ def write(
         after[name] = memory[name] + (g if triples is None else orthogonalized(g, triples))
         if rule.row_norm:
             lengths = row_lengths(after[name])
-            after[name] = after[name] / (lengths + EPSILON) * row_lengths(start[name])
+            after[name] = after[name] / (lengths + EPSILON) * row_lengths(start[name])[None]
     return after, total if rule.momentum else None
 
 
