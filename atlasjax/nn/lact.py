@@ -191,7 +191,7 @@ class LaCTMixer(Module):
         """`extend` in the states of all layers. See `mixers.LayerwiseMixer`."""
         check_state(self, states, LaCTState, "memory", "window")
         q, k, v = self.attention.project(x)
-        position = take_layer(states.window.position, layer)[:, None] + jnp.arange(x.shape[1])
+        position = take_layer(states.window.position, layer)[:, None] + jnp.arange(x.shape[1])[None]
         tokens, scale = self.memory.tokens(self.attention, x, q, k, v, position)
         rule, params = self.memory.rule, self.memory.start()
         if x.shape[1] == 1:
