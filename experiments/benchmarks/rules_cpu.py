@@ -1,6 +1,7 @@
 """Every rule's engine on this machine: block form against token scan, and decoding after short and long texts.
 
     python experiments/benchmarks/rules_cpu.py blocks      # linear and delta rules at 4,096 tokens, forward and backward
+    python experiments/benchmarks/rules_cpu.py speed       # tokens per second beside Gated DeltaNet's rule
     python experiments/benchmarks/rules_cpu.py decode      # time per token after reading 1,000 and 100,000
 
 float32, batch 1. The two sides of a ratio are timed in turn, and the best time of each counts. Each command prints a table and
@@ -110,6 +111,52 @@ def blocks(options):
     return {"length": options.length, "heads": options.heads, "dim": options.dim, "rows": rows}
 
 
+def year():
+    """The rules of 2026, and those that they are compared with, by name. Chunks as published, or the shortest of them."""
+    from atlasjax import memory, rules
+
+    return {
+        "kda": rules.kda(),
+        "gdn2": rules.gdn2(),
+        "comba": rules.comba(),
+        "pgdn": rules.pgdn(),
+        "mamba3": rules.mamba3(),
+        "momentum_delta": rules.momentum_delta(),
+        "mesa": rules.mesa(),
+        "mesa, exact": rules.mesa("exact"),
+        "lact, chunks of 2,048": rules.lact(),
+        "lact without Newton–Schulz": rules.lact(schedule=None),
+        "titans, chunks of 8": rules.titans(8),
+        "titans, chunks of 16": rules.titans(16),
+        "titans, chunks of 64": rules.titans(),
+        "TNT of titans, chunks of 8 in 2,048": memory.HierarchicalRule(rules.titans(), 2048, (8,), 2048),
+    }
+
+
+def speed(options):
+    """Forward and backward with gradients of every input, each rule in turn with `gated_delta_rule`."""
+    import jax
+    import jax.numpy as jnp
+
+    from atlasjax import memory, rules
+
+    def run_of(rule):
+        args = inputs(rule, options.length, options.heads, options.dim)
+        loss = lambda params, *args: jnp.sum(memory.scan(rule, params, None, *args)[0] ** 2)
+        function = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3, 4)))
+        return lambda: jax.block_until_ready(function(*args))
+
+    found, base, rows = year(), run_of(rules.gated_delta_rule()), []
+    for name in options.rules or found:
+        beside, seconds = alternate([base, run_of(found[name])], options.repeats)
+        rows.append({"rule": name, "seconds": seconds, "gated_delta_rule_s": beside})
+        print(
+            f"{name:36s} {options.length / seconds:9,.0f} tokens/s   {seconds / beside:6.2f} times gated_delta_rule's time",
+            flush=True,
+        )
+    return {"length": options.length, "heads": options.heads, "dim": options.dim, "rows": rows}
+
+
 def decode(options):
     """Time of one `memory.step` after reading a short and a long text."""
     import jax
@@ -149,7 +196,7 @@ def decode(options):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("blocks", "decode"))
+    parser.add_argument("command", choices=("blocks", "speed", "decode"))
     parser.add_argument(
         "--rules", nargs="*", help="names of atlasjax.rules.REGISTRY; all that the command is about if not given"
     )
@@ -160,7 +207,10 @@ def main():
     parser.add_argument("--tokens", type=int, default=300, help="decoded per measurement")
     parser.add_argument("--out", default=None, help="append the result as a JSON line to this file")
     options = parser.parse_args()
-    result = {"command": options.command, **{"blocks": blocks, "decode": decode}[options.command](options)}
+    result = {
+        "command": options.command,
+        **{"blocks": blocks, "speed": speed, "decode": decode}[options.command](options),
+    }
     if options.out:
         with open(options.out, "a") as file:
             file.write(json.dumps({"python": sys.version.split()[0], **result}) + "\n")
