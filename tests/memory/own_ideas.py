@@ -36,7 +36,7 @@ class RemoveWhereRead(objectives.DeltaKeys):
 
     writes_at_own_keys = True
 
-    def removed_at(self, own):
+    def removed_at(self, k, own):
         return own["removal_key"]
 
 

@@ -55,9 +55,9 @@ class Objective(Axis):
         """
         return self.loss(read(k), v, threshold)
 
-    def removed_at(self, own: OwnKeys) -> jax.Array | None:
-        """s [..., D], the key at which a write at own keys removes what was read. None: k."""
-        return None
+    def removed_at(self, k: jax.Array, own: OwnKeys) -> jax.Array:
+        """s [..., D], the key at which a write at own keys removes what was read; k itself if it is the key of the value."""
+        return k
 
     def within(self, step: float, k: jax.Array, own: OwnKeys, step_size: jax.Array) -> tuple[OwnKeys, jax.Array]:
         """Keys, and η [...], of tokens that step no further than `step` (`Bound.step`), for writes at own keys."""
@@ -159,8 +159,8 @@ class DeltaKeys(Objective):
 
         A token whose rᵀs is negative would enlarge what it should remove. It removes nothing and only writes its value.
         """
-        read_key, removed_at = own["removal_key"], self.removed_at(own)
-        along = row_sums(read_key * (k if removed_at is None else removed_at))
+        read_key = own["removal_key"]
+        along = row_sums(read_key * self.removed_at(k, own))
         there = divisible(along) & (along > 0)
         most = step / jnp.where(there, along, 1.0)
         kept = jnp.where((along < 0)[..., None], 0.0, read_key)
@@ -169,10 +169,9 @@ class DeltaKeys(Objective):
     def token_loss(
         self, read: Read, constant: Read, k: jax.Array, v: jax.Array, threshold: jax.Array, own: OwnKeys
     ) -> jax.Array:
-        removed_at = self.removed_at(own)
         # Not `stop_gradient`: the derivatives of training go through what was stored.
         stored = constant(own["removal_key"])
-        return self.loss(read(k), v, threshold) + jnp.sum(read(k if removed_at is None else removed_at) * stored)
+        return self.loss(read(k), v, threshold) + jnp.sum(read(self.removed_at(k, own)) * stored)
 
     def summary(self) -> str:
         return "½‖M(r) − v‖², written at k"
@@ -192,7 +191,7 @@ class RemoveAndReplace(DeltaKeys):
     own_keys: ClassVar[tuple[str, ...]] = ("removal_key", "removal")
     writes_at_own_keys = True
 
-    def removed_at(self, own: OwnKeys) -> jax.Array:
+    def removed_at(self, k: jax.Array, own: OwnKeys) -> jax.Array:
         return own["removal"] * own["removal_key"]
 
     def within(self, step: float, k: jax.Array, own: OwnKeys, step_size: jax.Array) -> tuple[OwnKeys, jax.Array]:

@@ -141,8 +141,7 @@ def removal_of(rule: MemorySpec, key: jax.Array, step_size: jax.Array | None, ow
     if objective.writes_at_own_keys:
         if bound is not None and bound.step is not None:
             own, rate = objective.within(bound.step, key, own, rate)
-        removed_at = objective.removed_at(own)
-        return Removal(own["removal_key"], key if removed_at is None else removed_at, rate, None)
+        return Removal(own["removal_key"], objective.removed_at(key, own), rate, None)
     if rule.optimizer.is_implicit:
         square = row_sums(key * key)
         rate = rate / (1.0 + rate * (square if rate.ndim < key.ndim else square[..., None]))
