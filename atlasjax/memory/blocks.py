@@ -193,6 +193,13 @@ def divisible(x: jax.Array) -> jax.Array:
     return x >= float(jnp.finfo(x.dtype).tiny) ** 0.5
 
 
+def capped(step: float, step_size: jax.Array, decrease: jax.Array, square: jax.Array) -> jax.Array:
+    """η̄ = min(η, step a/‖g‖²), elementwise, and η where the gradient is zero."""
+    there = divisible(square)
+    most = step * decrease / jnp.where(there, square, 1.0)
+    return jnp.where(there, jnp.minimum(step_size, most), step_size)
+
+
 def neighbours(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Even and odd entries of the first axis. The derivative is a concatenation, whereas that of slices would be padding."""
     first, second = jax.lax.split(x.reshape(-1, 2, *x.shape[1:]), (1, 1), axis=1)

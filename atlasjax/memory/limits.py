@@ -5,7 +5,6 @@ import jax.numpy as jnp
 
 from atlasjax.memory import meshes
 from atlasjax.memory.axes.objectives import Objective
-from atlasjax.memory.blocks import divisible
 
 # How many times momentum may add a token's write to the memory. Less follows long momentum less; more limits each write more.
 HORIZON = 32.0
@@ -21,10 +20,3 @@ def toward_target(objective: Objective, out: jax.Array, v: jax.Array, threshold:
 def within_horizon(horizon: float, momentum_decay: jax.Array) -> jax.Array:
     """min(θ, 1 − 1/H): whatever θ is from now on, momentum adds S at most H times."""
     return jnp.minimum(momentum_decay, 1.0 - 1.0 / horizon)
-
-
-def capped(step: float, step_size: jax.Array, decrease: jax.Array, square: jax.Array) -> jax.Array:
-    """η̄ = min(η, step a/‖g‖²), elementwise, and η where the gradient is zero."""
-    there = divisible(square)
-    most = step * decrease / jnp.where(there, square, 1.0)
-    return jnp.where(there, jnp.minimum(step_size, most), step_size)

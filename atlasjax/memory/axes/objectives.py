@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from atlasjax.memory.axes.base import Axis
-from atlasjax.memory.blocks import divisible, largest_entry, row_sums, spread
+from atlasjax.memory.blocks import capped, largest_entry, row_sums, spread
 
 Read = Callable[[jax.Array], jax.Array]
 OwnKeys = Mapping[str, jax.Array]  # gates of `Objective.own_keys` by name, [..., D]
@@ -161,10 +161,9 @@ class DeltaKeys(Objective):
         """
         read_key = own["removal_key"]
         along = row_sums(read_key * self.removed_at(k, own))
-        there = divisible(along) & (along > 0)
-        most = step / jnp.where(there, along, 1.0)
         kept = jnp.where((along < 0)[..., None], 0.0, read_key)
-        return {**own, "removal_key": kept}, jnp.where(there, jnp.minimum(step_size, most), step_size)
+        capped_size = capped(step, step_size, jnp.ones_like(along), jnp.maximum(along, 0.0))
+        return {**own, "removal_key": kept}, capped_size
 
     def token_loss(
         self, read: Read, constant: Read, k: jax.Array, v: jax.Array, threshold: jax.Array, own: OwnKeys

@@ -46,6 +46,7 @@ from atlasjax import check
 from atlasjax.memory import limits
 from atlasjax.memory.axes.objectives import Objective
 from atlasjax.memory.blocks import (
+    capped,
     divisible,
     inner,
     largest_entry,
@@ -125,7 +126,7 @@ def capped_delta(step: float, step_size: jax.Array, key: jax.Array) -> jax.Array
     square = row_sums(key * key)
     if step_size.ndim == key.ndim:
         square = square[..., None]
-    return limits.capped(step, step_size, jnp.ones_like(square), square)
+    return capped(step, step_size, jnp.ones_like(square), square)
 
 
 def left_over(moved: jax.Array, scale: jax.Array) -> jax.Array:

@@ -227,7 +227,7 @@ def _gradients(
     if rule.step_bound is not None and decrease is not None:
         (name,) = gradients
         square = jnp.square(gradients[name].left) * jnp.sum(jnp.square(gradients[name].inputs), -1, keepdims=True)
-        scale = limits.capped(rule.step_bound, scale, decrease, square)
+        scale = blocks.capped(rule.step_bound, scale, decrease, square)
     if not rule.is_sequential:
         # Windows are one token long, so step sizes per row can be moved into the left factors.
         factors = {name: blocks.Factors(scale * left, inputs) for name, (left, inputs) in gradients.items()}

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from atlasjax.memory import limits, meshes
+from atlasjax.memory import meshes
 from atlasjax.memory.axes.optimizers import OptimizerState
-from atlasjax.memory.blocks import Factors, Queries, dot, exact, row_sums, scaled
+from atlasjax.memory.blocks import Factors, Queries, capped, dot, exact, row_sums, scaled
 from atlasjax.memory.fast_weights import bounds
 from atlasjax.memory.fast_weights.block import Block, Written
 from atlasjax.memory.fast_weights.spec import MemorySpec
@@ -54,7 +54,7 @@ def mapped_block(rule: MemorySpec, block: Block) -> Written:
         if not origin.capped:
             change = jax.vmap(lambda g: rule.change_along_factors(origin.weights, g))(gradients)
             decrease = exact(gates.gamma, origin.losses.decrease)
-            step_size = limits.capped(origin.step, step_size, decrease, change)
+            step_size = capped(origin.step, step_size, decrease, change)
 
     def write(carry: tuple[Weights, OptimizerState, Weights], token: _Token):
         stored, momentum, weights = carry

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from atlasjax.memory import limits, meshes
 from atlasjax.memory.axes.objectives import OwnKeys
+from atlasjax.memory.blocks import capped
 from atlasjax.memory.fast_weights import bounds
 from atlasjax.memory.fast_weights.init import init_state
 from atlasjax.memory.fast_weights.spec import MemorySpec
@@ -62,9 +63,9 @@ def _bounded(
 
     if rule.optimizer.per_channel:
         (gradient,) = g.values()
-        eta = limits.capped(rule.step_bound, eta, decreases[0], jnp.sum(gradient * gradient, axis=-1))
+        eta = capped(rule.step_bound, eta, decreases[0], jnp.sum(gradient * gradient, axis=-1))
     else:
-        eta = limits.capped(rule.step_bound / rule.horizon, eta, decrease, rule.change_along(origin, g))
+        eta = capped(rule.step_bound / rule.horizon, eta, decrease, rule.change_along(origin, g))
     if rule.optimizer.has_momentum:
         before = jax.tree.map(lambda x, s: x + rule.horizon * theta * s, before, S)
     change = jax.tree.map(jnp.subtract, rule.weights(before), rule.weights(origin))

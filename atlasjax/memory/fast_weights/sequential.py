@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from atlasjax.memory import blocks, limits, meshes
+from atlasjax.memory import blocks, meshes
 from atlasjax.memory.axes.optimizers import OptimizerState
 from atlasjax.memory.blocks import dot
 from atlasjax.memory.fast_weights import bounds, step_sizes
@@ -86,7 +86,7 @@ def _bounded(
     """
     eta = step_size
     if not origin.capped:
-        eta = limits.capped(origin.step, eta, decrease, rule.change_along(origin.weights, gradient))
+        eta = blocks.capped(origin.step, eta, decrease, rule.change_along(origin.weights, gradient))
     if theta is not None:
         memory = jax.tree.map(lambda x, s: x + origin.horizon * theta * s, memory, momentum)
     change = jax.tree.map(jnp.subtract, rule.weights(memory), rule.weights(origin.weights))

@@ -14,13 +14,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from atlasjax.memory import limits
 from atlasjax.memory.blocks import (
     BlockGates,
     Decays,
     Factors,
     applied,
     before,
+    capped,
     decay_products,
     exact,
     gram,
@@ -65,7 +65,7 @@ class Origin(NamedTuple):
 def _capped(origin: Origin, gates: BlockGates, decrease: jax.Array, square: jax.Array) -> jax.Array:
     if origin.capped:
         return gates.step_size
-    return limits.capped(origin.step, gates.step_size, decrease, square)
+    return capped(origin.step, gates.step_size, decrease, square)
 
 
 def _along(gradients: dict[str, Factors], weights: Weights) -> jax.Array:

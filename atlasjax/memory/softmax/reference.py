@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from atlasjax.memory import limits, meshes
+from atlasjax.memory.blocks import capped
 from atlasjax.memory.products import wide_dtype
 from atlasjax.memory.softmax.init import empty_state
 from atlasjax.memory.softmax.spec import SoftmaxSpec
@@ -81,7 +82,7 @@ def _token(rule: SoftmaxSpec, initial: dict, carry: dict, token: dict) -> tuple[
         square = jnp.sum(g_a * g_a, axis=1) + rule.chunk_size * sum(squares.values(), jnp.zeros_like(decrease))
         horizon = limits.HORIZON if rule.optimizer.has_momentum else 1.0
         theta = jnp.minimum(theta, 1.0 - 1.0 / horizon)
-        eta = limits.capped(
+        eta = capped(
             rule.step_bound / horizon, eta, jnp.sum(gamma * decrease), jnp.sum(gamma) * jnp.sum(gamma * square)
         )
     if not rule.optimizer.has_momentum:
