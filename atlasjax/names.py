@@ -147,6 +147,23 @@ def options_text(owner: str, name: str, value: object) -> str:
         ) from None
 
 
+def check_options(owner: str, mixers: tuple[str, ...], options: str, given: object) -> None:
+    """Checks that options for a mixer of one's own have such a mixer.
+
+    Args:
+      owner, given: the config and its field `mixer`, used in the message.
+      mixers: names of mixers; those of one's own are "package.module:Class".
+      options: as `options_text` returns them.
+
+    Raises:
+      ValueError: there are options and no such mixer.
+    """
+    if options != "{}" and not any(":" in name for name in mixers):
+        raise ValueError(
+            f"{owner}: mixer_options={options} are for a mixer of your own, named 'package.module:Class'; mixer is {given!r}."
+        )
+
+
 def signature_of(function: Callable[..., object]) -> inspect.Signature | None:
     """The signature of a function or of a class's constructor. None for C code without signature information."""
     made_by_init = inspect.isclass(function) and inspect.isfunction(function.__init__)

@@ -119,7 +119,7 @@ def _against_attention(config: TrainConfig) -> dict[str, str]:
 
 
 def _mixer(model: ModelConfig) -> str:
-    added = "" if model.branch is None else f"; beside each: {_mixer(model.branch.alone(model))}"
+    added = "" if (branch := model.branch_alone) is None else f"; beside each: {_mixer(branch)}"
     pattern = ", ".join(model.pattern)
     if not has_memory(model):
         return pattern + added

@@ -13,8 +13,9 @@ from atlasjax.mixers.gam import GAMConfig
 from atlasjax.mixers.infini import InfiniConfig
 from atlasjax.mixers.melodi import MelodiConfig
 from atlasjax.mixers.memorizing import MemorizingConfig
-from atlasjax.names import name_of, options_text, resolve
+from atlasjax.names import check_options, name_of, options_text, resolve
 from atlasjax.nn.attention_config import AttentionConfig, AttentionSizes
+from atlasjax.nn.branch_config import BranchConfig
 from atlasjax.nn.caching_config import CachingConfig
 from atlasjax.nn.hierarchy_config import HierarchyConfig
 from atlasjax.nn.lact_config import LaCTConfig
@@ -95,75 +96,15 @@ MIXER_NAMES = {
 }
 
 
-def _check_own(owner: str, mixers: tuple[str, ...], options: str, given: object) -> None:
+def _import_own(mixers: tuple[str, ...]) -> None:
     """Imports the mixers that are named "package.module:Class", so that a mistake is an error here and not when a model is built.
 
     Raises:
-      ValueError: as `names.resolve`, unless the class is one of the library's; or there are options and no such mixer.
+      ValueError: as `names.resolve`, unless the class is one of the library's, which are imported on first use.
     """
-    own = [name for name in mixers if ":" in name]
-    for name in own:
-        if name not in MIXER_NAMES.values():
+    for name in mixers:
+        if ":" in name and name not in MIXER_NAMES.values():
             resolve("mixer", name, {})
-    if options != "{}" and not own:
-        raise ValueError(
-            f"{owner}: mixer_options={options} are for a mixer of your own, named 'package.module:Class'; mixer is {given!r}."
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class BranchConfig:
-    """A second mixer in every layer, beside the first one: the layer adds mixer(x) + λ ⊙ branch(x), with a learned λ [dim] that is
-    initially 0 (ReZero, Bachlechner et al. 2021). A trained model to which it is added starts with the same outputs.
-
-    Attributes:
-      mixer: a name in `atlasjax.nn.mixers.MIXERS`, or "package.module:Class", or the class.
-      mixer_options: keyword arguments for your own mixer, a JSON object as text. A dictionary is converted to text.
-      memory: the memory of a branch "memory", "mac", "mag" or "mal".
-      attention: the attention of a branch that has it, such as "swa". Nothing is taken over from the model's.
-      num_heads: number of heads. None: the model's.
-      head_dim: size of the queries and keys of a head. None: the model's.
-      value_expansion: how many times as wide as the keys the values are. None: as the model's.
-
-    Other settings, such as `conv_width` and `norm_eps`, are the model's.
-
-    Raises:
-      ValueError: a field is out of range.
-    """
-
-    mixer: str = "memory"
-    mixer_options: str = "{}"
-    memory: MemoryConfig = MemoryConfig()
-    attention: AttentionConfig = AttentionConfig()
-    num_heads: int | None = None
-    head_dim: int | None = None
-    value_expansion: int | None = None
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "mixer", name_of("BranchConfig: mixer", self.mixer))
-        object.__setattr__(self, "mixer_options", options_text("BranchConfig", "mixer_options", self.mixer_options))
-        _check_own("BranchConfig", (self.mixer,), self.mixer_options, self.mixer)
-        check.instance("BranchConfig", "memory", self.memory, MemoryConfig)
-        check.instance("BranchConfig", "attention", self.attention, AttentionConfig)
-        optional = ("num_heads", "head_dim", "value_expansion")
-        check.integers(self, dict.fromkeys(optional, 1), optional)
-
-    def alone(self, model: "ModelConfig") -> "ModelConfig":
-        """The model with this mixer in place of its own."""
-        return dataclasses.replace(
-            model,
-            mixer=self.mixer,
-            mixer_options=self.mixer_options,
-            block="pre_norm",
-            memory=self.memory,
-            attention=self.attention,
-            num_heads=model.num_heads if self.num_heads is None else self.num_heads,
-            head_dim=model.resolved_head_dim if self.head_dim is None else self.head_dim,
-            value_expansion=model.value_expansion if self.value_expansion is None else self.value_expansion,
-            rwkv7=dataclasses.replace(model.rwkv7, value_residual=False),
-            caching=None,
-            branch=None,
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -298,7 +239,8 @@ class ModelConfig:
         )
         object.__setattr__(self, "mixer", names[0] if alone else names)
         object.__setattr__(self, "mixer_options", options_text("ModelConfig", "mixer_options", self.mixer_options))
-        _check_own("ModelConfig", self.pattern, self.mixer_options, self.mixer)
+        check_options("ModelConfig", self.pattern, self.mixer_options, self.mixer)
+        _import_own(self.pattern if self.branch is None else (*self.pattern, self.branch.mixer))
 
     def _check_pattern(self) -> None:
         if not self.pattern or self.num_layers % len(self.pattern):
@@ -323,6 +265,27 @@ class ModelConfig:
     def memories(self) -> dict[str, MemoryConfig]:
         """The memories of the model and of its branch, by the fields that they are in."""
         return {"memory": self.memory} | ({} if self.branch is None else {"branch.memory": self.branch.memory})
+
+    @property
+    def branch_alone(self) -> "ModelConfig | None":
+        """The model with its branch's mixer in place of its own. None without a branch."""
+        branch = self.branch
+        if branch is None:
+            return None
+        return dataclasses.replace(
+            self,
+            mixer=branch.mixer,
+            mixer_options=branch.mixer_options,
+            block="pre_norm",
+            memory=branch.memory,
+            attention=branch.attention,
+            num_heads=self.num_heads if branch.num_heads is None else branch.num_heads,
+            head_dim=self.resolved_head_dim if branch.head_dim is None else branch.head_dim,
+            value_expansion=self.value_expansion if branch.value_expansion is None else branch.value_expansion,
+            rwkv7=dataclasses.replace(self.rwkv7, value_residual=False),
+            caching=None,
+            branch=None,
+        )
 
     @property
     def pattern(self) -> tuple[str, ...]:

@@ -74,8 +74,8 @@ def _own_mixers(config: ModelConfig) -> Iterator[tuple[str, Mixer, ModelConfig]]
     for name in dict.fromkeys(config.pattern):
         if ":" in name:
             yield f"mixer {name!r}:", _create(name, config), config
-    if config.branch is not None:
-        yield from _own_mixers(config.branch.alone(config))
+    if (branch := config.branch_alone) is not None:
+        yield from _own_mixers(branch)
 
 
 def _create(name: str, config: ModelConfig) -> Mixer:

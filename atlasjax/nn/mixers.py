@@ -162,8 +162,8 @@ def check_divided(config: ModelConfig, parts: int, length: int | None = None, *,
     """
     if parts == 1:
         return
-    if config.branch is not None:
-        check_divided(config.branch.alone(config), parts)
+    if (branch := config.branch_alone) is not None:
+        check_divided(branch, parts)
     for name in dict.fromkeys(config.pattern):
         mixer = nnx.eval_shape(lambda name=name: make_mixer(name, config, rngs=nnx.Rngs(0)))
         reason = getattr(mixer, "undivided", NOT_DIVIDED)
@@ -197,7 +197,7 @@ def memory_calls(config: ModelConfig) -> list[MemoryCall]:
     for name in dict.fromkeys(config.pattern):
         mixer = nnx.eval_shape(lambda name=name: make_mixer(name, config, rngs=nnx.Rngs(0)))
         calls += [getattr(module, "memory_call", None) for _, module in nnx.iter_modules(cast(nnx.Module, mixer))]
-    calls += [] if config.branch is None else memory_calls(config.branch.alone(config))
+    calls += [] if (branch := config.branch_alone) is None else memory_calls(branch)
     return list(dict.fromkeys(call for call in calls if call is not None))
 
 

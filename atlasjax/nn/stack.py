@@ -66,8 +66,8 @@ class Branch(Module):
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        assert config.branch is not None
-        alone = config.branch.alone(config)
+        alone = config.branch_alone
+        assert alone is not None
         self.mixer = make_mixer(alone.pattern[0], alone, rngs=rngs)
         self.scale = param(jnp.zeros(config.dim, jnp.float32), "embed")
 

@@ -188,8 +188,9 @@ def test_a_memory_beside_a_mixer_of_wide_values():
     with pytest.raises(ValueError, match="value_expansion=2 needs a memory without a residual"):
         state_lib.model_shapes(dataclasses.replace(model, branch=titans))
     branch = dataclasses.replace(titans, value_expansion=1)
-    state_lib.model_shapes(dataclasses.replace(model, branch=branch))
-    assert branch.alone(model).value_dim == branch.alone(model).resolved_head_dim == model.resolved_head_dim
+    with_branch = dataclasses.replace(model, branch=branch)
+    state_lib.model_shapes(with_branch)
+    assert with_branch.branch_alone.value_dim == with_branch.branch_alone.resolved_head_dim == model.resolved_head_dim
     with pytest.raises(ValueError, match="value_expansion must be an integer ≥ 1 or None, got 0"):
         BranchConfig(value_expansion=0)
     started = TrainConfig(model, init_from="base")

@@ -117,9 +117,9 @@ def only_adds(model: ModelConfig) -> bool:
 
 def _watched(model: ModelConfig) -> dict[str, ModelConfig]:
     """Prefix of its options → a model whose mixers have the memories that are followed: the model, and that of its branch."""
-    if model.branch is None:
+    if (branch := model.branch_alone) is None:
         return {"--model": model}
-    parts = {"--model": dataclasses.replace(model, branch=None), "--model.branch": model.branch.alone(model)}
+    parts = {"--model": dataclasses.replace(model, branch=None), "--model.branch": branch}
     return {option: part for option, part in parts.items() if is_observed(part)}
 
 
