@@ -14,7 +14,7 @@ from atlasjax.memory.products import wide_dtype
 from atlasjax.memory.softmax.init import empty_state
 from atlasjax.memory.softmax.spec import SoftmaxSpec
 from atlasjax.memory.softmax.state import SoftmaxParams, SoftmaxState
-from atlasjax.memory.softmax.tape import Cache, cut_tail, ordered_cache, stored_cache, tail_places, tape_of
+from atlasjax.memory.softmax.tape import Cache, Tape, cut_tail, ordered_cache, stored_cache, tail_places, tape_of
 from atlasjax.memory.tokens import Tokens
 
 
@@ -121,37 +121,30 @@ def reference_scan(
     tokens: Tokens,
 ) -> tuple[jax.Array, SoftmaxState]:
     """The recurrence over a sequence. Arguments as in `scan`, already checked."""
-    q, segment_ids = tokens.q, tokens.segment_ids
-    dtype = wide_dtype(q.dtype)
-    batch, time, heads, _ = q.shape
+    dtype = wide_dtype(tokens.q.dtype)
+    batch, time, heads, _ = tokens.q.shape
     wide = lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+    y_dtype = tokens.q.dtype
     params, tokens = jax.tree.map(wide, (params, tokens))
-    entries = time
-    if state is None:
-        state = empty_state(rule, params, batch, heads, 0, dtype)
-    else:
-        entries, state = state.keys.shape[2], jax.tree.map(wide, state)
-    t = jnp.arange(time)[None]
-    place = state.position[:, None] + t
+    entries = time if state is None else state.keys.shape[2]
+    state = empty_state(rule, params, batch, heads, 0, dtype) if state is None else jax.tree.map(wide, state)
+    place = state.position[:, None] + jnp.arange(time)[None]
     tape = tape_of(rule, state, tokens, place, rule.pending + time)
-    old = ordered_cache(rule, state)
-    before, places = old.decay.shape[2], rule.pending + time
 
-    by_token = {name: x for name, x in tape._asdict().items() if name not in ("real", "segment")}
-    in_batch = {"real": tape.real, "segment": tape.segment}
-    grow = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, places), *((0, 0),) * (x.ndim - 3)))
-    count = jnp.minimum(state.num_tokens, before)
-    entry = jnp.arange(before + places)[None]
-    present = (entry >= before - count[:, None]) & (entry < before)
-    memory = {
-        "keys": grow(old.keys),
-        "a": grow(old.coefficients),
-        "s": grow(jnp.zeros_like(old.coefficients) if old.momentum is None else old.momentum),
-        "rho": grow(old.decay),
-        "present": jnp.broadcast_to(present[:, None], (batch, heads, before + places)),
-        "weights": state.weights,
-        "weights_s": jax.tree.map(jnp.zeros_like, state.weights) if state.weights_momentum is None else state.weights_momentum,
-    }  # fmt: skip
+    y, last, end = _over_tokens(rule, params, state, tape)
+    y = jnp.take_along_axis(y, place[:, :, None, None], axis=1)
+    if rule.cache_window is None:
+        index = _entry_of_each_token(state, tokens.segment_ids, place)
+        y = jnp.where((index < entries)[:, :, None, None], y, jnp.nan)
+    new = _state_after(rule, state, tape, last, end, entries if rule.cache_window is None else rule.cache_window)
+    return y.astype(y_dtype), new if tokens.segment_ids is None else new._replace(segment=tokens.segment_ids[:, -1])
+
+
+def _over_tokens(
+    rule: SoftmaxSpec, params: SoftmaxParams, state: SoftmaxState, tape: Tape
+) -> tuple[jax.Array, dict, jax.Array]:
+    """y of every place of the tape; the last carry; [batch], the index of the first entry after t'."""
+    memory = _memory(rule, state, tape.real.shape[1])
     newest_first = lambda x: x[:, :, : rule.window - 1][:, :, ::-1]
     per_head = {
         "memory": memory,
@@ -159,7 +152,9 @@ def reference_scan(
         "window_keys": newest_first(state.tail.keys),
         "window_values": newest_first(state.tail.values),
     }
+    # The tape begins with the tokens of the unfinished chunk, so reading starts at its start: position 0.
     per_batch = {"position": jnp.zeros_like(state.position), "count": state.num_tokens, "segment": state.segment}
+    before = memory["rho"].shape[2] - tape.real.shape[1]
 
     def one_head(
         initial: dict, per_head: dict, per_batch: dict, tokens: dict, in_batch: dict
@@ -171,34 +166,60 @@ def reference_scan(
         last["start"] = jax.tree.map(lambda m, g: jnp.where(done, m, g), last["memory"], last["start"])
         return y, last, before + jnp.sum(in_batch["real"]) - last["position"]
 
+    by_token = {name: x for name, x in tape._asdict().items() if name not in ("real", "segment")}
+    in_batch = {"real": tape.real, "segment": tape.segment}
     over_heads = jax.vmap(one_head, in_axes=(0, 0, None, 1, None), out_axes=(1, 0, None))
     over_batch = jax.vmap(over_heads, in_axes=(None, 0, 0, 0, 0))
-    y, last, end = over_batch(params.weights, per_head, per_batch, by_token, in_batch)
+    return over_batch(params.weights, per_head, per_batch, by_token, in_batch)
 
-    y = jnp.take_along_axis(y, place[:, :, None, None], axis=1)
-    total, position = last["count"][:, 0], last["position"][:, 0]
+
+def _memory(rule: SoftmaxSpec, state: SoftmaxState, places: int) -> dict:
+    """The memory of a state, with room for the entries of so many places after its own."""
+    old = ordered_cache(rule, state)
+    batch, heads, before = old.decay.shape
+    grow = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, places), *((0, 0),) * (x.ndim - 3)))
+    count = jnp.minimum(state.num_tokens, before)
+    entry = jnp.arange(before + places)[None]
+    present = (entry >= before - count[:, None]) & (entry < before)
+    return {
+        "keys": grow(old.keys),
+        "a": grow(old.coefficients),
+        "s": grow(jnp.zeros_like(old.coefficients) if old.momentum is None else old.momentum),
+        "rho": grow(old.decay),
+        "present": jnp.broadcast_to(present[:, None], (batch, heads, before + places)),
+        "weights": state.weights,
+        "weights_s": jax.tree.map(jnp.zeros_like, state.weights) if state.weights_momentum is None else state.weights_momentum,
+    }  # fmt: skip
+
+
+def _entry_of_each_token(state: SoftmaxState, segment_ids: jax.Array | None, place: jax.Array) -> jax.Array:
+    """[batch, time], how many entries of its segment precede a token. Those of a state are of the first segment."""
+    t = jnp.arange(place.shape[1])[None]
+    starts = jnp.zeros(place.shape, bool)
+    if segment_ids is not None:
+        starts = jnp.concatenate([state.segment[:, None], segment_ids[:, :-1]], 1) != segment_ids
+        starts = starts & ~((t == 0) & (state.segment[:, None] < 0))  # −1: no token had a segment yet, so none ends
+    since = jax.lax.cummax(jnp.where(starts, t, -1), axis=1)
+    return jnp.where(since < 0, state.num_tokens[:, None] + place, t - since)
+
+
+def _state_after(
+    rule: SoftmaxSpec, state: SoftmaxState, tape: Tape, last: dict, end: jax.Array, entries: int
+) -> SoftmaxState:
+    """The state after a call, whose cache has room for so many entries; with the segment before the call."""
+    start, total, position = last["start"], last["count"][:, 0], last["position"][:, 0]
     committed = total - position
-    if rule.cache_window is None:
-        starts = jnp.zeros((batch, time), bool)
-        if segment_ids is not None:
-            starts = jnp.concatenate([state.segment[:, None], segment_ids[:, :-1]], 1) != segment_ids
-            starts = starts & ~((t == 0) & (state.segment[:, None] < 0))
-        since = jax.lax.cummax(jnp.where(starts, t, -1), axis=1)
-        read = jnp.where(since < 0, state.num_tokens[:, None] + place, t - since)
-        y = jnp.where((read < entries)[:, :, None, None], y, jnp.nan)
-    else:
-        committed, entries = jnp.minimum(committed, rule.cache_window), rule.cache_window
-    start = last["start"]
-    cache = stored_cache(
-        rule, Cache(start["keys"], start["a"], start["s"] if old.momentum is not None else None, start["rho"]),
-        end, committed, entries,
-    )  # fmt: skip
+    if rule.cache_window is not None:
+        committed = jnp.minimum(committed, rule.cache_window)
+    momentum = start["s"] if state.momentum is not None else None
+    cache = stored_cache(rule, Cache(start["keys"], start["a"], momentum, start["rho"]), end, committed, entries)
+    before = start["rho"].shape[2] - tape.real.shape[1]
     tail = cut_tail(rule, state, tape, end - before, committed, position)
     if not rule.has_constant_gradient:
         h = jax.vmap(jax.vmap(jax.vmap(lambda m, x: memory_sum(rule, m, x), (None, 0))))(start, tail.keys)
         held = tail_places(rule, committed, position)[:, None, :, None]
         tail = tail._replace(preactivations=jnp.where(held, h, 0.0))
-    return y.astype(q.dtype), SoftmaxState(
+    return SoftmaxState(
         keys=cache.keys,
         coefficients=cache.coefficients,
         momentum=cache.momentum,
@@ -208,5 +229,5 @@ def reference_scan(
         weights_momentum=None if state.weights_momentum is None else start["weights_s"],
         tail=tail,
         position=position,
-        segment=state.segment if segment_ids is None else segment_ids[:, -1],
+        segment=state.segment,
     )

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from atlasjax.memory import grid, meshes
 from atlasjax.memory.blocks import product_dtype
+from atlasjax.memory.gates import Weights
 from atlasjax.memory.products import wide_dtype
 from atlasjax.memory.softmax.block import BlockTokens, Carry, Sizes
 from atlasjax.memory.softmax.coefficients import (
@@ -191,6 +192,22 @@ def _state_after(
     )
 
 
+class _Flags(NamedTuple):
+    """Flags of a call, [batch, chunks, …].
+
+    Attributes:
+      counts: [batch, chunks, b, E], whether token t's window may contain token i's gradient.
+      real: [batch, chunks, b], whether a token exists.
+      commits: [batch, chunks], whether a chunk changes the memory.
+      indices: those of the cache's entries and of resets.
+    """
+
+    counts: jax.Array
+    real: jax.Array
+    commits: jax.Array
+    indices: Indices
+
+
 def _run(
     rule: SoftmaxSpec,
     sizes: Sizes,
@@ -202,83 +219,100 @@ def _run(
     segmented: bool,
 ) -> tuple[jax.Array, Cache, Carry]:
     """y [batch, heads, blocks, block, value_dim]; every entry at the call's end, [batch, heads, N + places]; the last carry."""
-    c, wide = rule.window, state.keys.dtype
-    batch = tape.real.shape[0]
-    old = ordered_cache(rule, state)
-    entries = old.decay.shape[2]
-    missing = max(0, c - 1 - entries)
+    c, old = rule.window, ordered_cache(rule, state)
+    # A carry has c − 1 entries, also where the state's cache has room for fewer.
+    missing = max(0, c - 1 - old.decay.shape[2])
     old = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 0), (missing, 0), *((0, 0),) * (x.ndim - 3))), old)
-    before, length = entries + missing, sizes.blocks * sizes.block
-    finished = before - (c - 1)
+    flags = _flags(rule, sizes, state, tape, old.decay.shape[2], commits, resets, segmented)
+    over_heads = jax.vmap(functools.partial(_run_head, rule, sizes), in_axes=(0, 0, 0, 0, 0, 1, None))
+    over_batch = jax.vmap(over_heads, in_axes=(None, 0, 0, 0, 0, 0, 0))
+    window = state.tail.keys[:, :, : c - 1], state.tail.values[:, :, : c - 1]
+    tokens = tape[:7]  # without `real` and `segment`, which have no heads axis and are in `flags`
+    y, carry, cache = over_batch(params.weights, old, state.weights, state.weights_momentum, window, tokens, flags)
+    return y, cache, carry
 
+
+def _flags(
+    rule: SoftmaxSpec, sizes: Sizes, state: SoftmaxState, tape: Tape, before: int, commits: jax.Array,
+    resets: jax.Array | None, segmented: bool,
+) -> _Flags:  # fmt: skip
+    """before: number of entries before the tape."""
+    (batch, num_chunks), c = commits.shape, rule.window
     held = jnp.arange(before)[None] >= before - jnp.minimum(state.num_tokens, before)[:, None]
     real = jnp.concatenate([held, tape.real], axis=1)
     segment = jnp.concatenate([jnp.zeros((batch, before), jnp.int32), tape.segment], axis=1)
     reset = None
     if resets is not None:
-        reset = jnp.pad(resets.T, ((0, 0), (0, commits.shape[1] - resets.shape[0]))).reshape(batch, sizes.blocks, -1)
+        reset = jnp.pad(resets.T, ((0, 0), (0, num_chunks - resets.shape[0]))).reshape(batch, sizes.blocks, -1)
     indices = Indices(real, segment if segmented else None, reset)
 
-    # Flags by chunk, [batch, chunks, …]. counts[t, i]: whether token t's window may contain token i's gradient.
-    num_chunks, E = commits.shape[1], c - 1 + sizes.chunk
-    rows = jnp.arange(num_chunks)[:, None] * sizes.chunk + jnp.arange(E)[None] + finished
+    first, E = before - (c - 1), c - 1 + sizes.chunk  # the first chunk's window begins c − 1 entries before the tape
+    rows = jnp.arange(num_chunks)[:, None] * sizes.chunk + jnp.arange(E)[None] + first
     real_chunk, segment_chunk = real[:, rows], segment[:, rows]
     counts = real_chunk[:, :, None, :] & (segment_chunk[:, :, c - 1 :, None] == segment_chunk[:, :, None, :])
+    return _Flags(counts, real_chunk[:, :, c - 1 :], commits, indices)
 
-    def one_head(params_weights, old, weights, weights_momentum, window_k, window_v, tokens, flags):
-        """One head of one batch element."""
-        q, k, v, *gates = tokens
-        counts, real_chunk, commits, indices = flags
-        by_chunk = lambda x: x.reshape(num_chunks, sizes.chunk, *x.shape[1:])
-        coef = jax.vmap(lambda *x: coefficients(rule, *x))(
-            *(by_chunk(x) for x in gates), counts, real_chunk[:, c - 1 :], commits
-        )
-        by_block = lambda x: x.reshape(sizes.blocks, -1, *x.shape[1:])
-        coef = jax.tree.map(by_block, coef)
-        starts, whole = jax.vmap(before_each)(coef.end)
-        since = None
-        if rule.has_scaling:
-            columns = None if rule.cache_window is None else -(-finished // sizes.block)
-            since = since_commit(whole, columns)
-        windows = jnp.arange(sizes.blocks)[:, None] * sizes.block + jnp.arange(c - 1 + sizes.block)[None]
-        with_window = lambda first, x: (
-            jnp.concatenate([first.astype(x.dtype), x])[windows] if c > 1 else x.reshape(sizes.blocks, sizes.block, -1)
-        )
-        xs = Xs(
-            BlockTokens(by_block_tokens(q), with_window(window_k, k), with_window(window_v, v), coef, starts), since
-        )
-        split = lambda x: (x[:finished], x[finished:])
-        cache = jax.tree.map(lambda x: jnp.pad(split(x)[0], ((0, length), *((0, 0),) * (x.ndim - 1))), old)
-        keys = jnp.concatenate([old.keys, k.astype(wide)])
-        cache = cache._replace(keys=keys[: finished + length])
-        open_ = jax.tree.map(lambda x: split(x)[1], old)
-        carry = Carry(open_.coefficients, open_.momentum, open_.decay, weights, weights_momentum)
-        operands = meshes.vary_like((params_weights, carry, cache, xs, indices))  # their cotangents will all vary alike
-        y, carry, cache = run_blocks(rule, sizes, *operands)
 
-        if rule.has_scaling:
-            after = after_each(whole)
-            each = lambda x: jnp.concatenate([jnp.broadcast_to(x[:1], (finished,)), jnp.repeat(x[1:], sizes.block)])
-            cache = _scale(cache, jax.tree.map(each, after))
-        join = lambda x, y: jnp.concatenate([x, y])
-        return y, carry, Cache(
-            keys,
-            join(cache.coefficients, carry.coefficients),
-            None if carry.momentum is None else join(cache.momentum, carry.momentum),
-            join(cache.decay, carry.decay),
-        )  # fmt: skip
+def _run_head(
+    rule: SoftmaxSpec,
+    sizes: Sizes,
+    initial: Weights,
+    old: Cache,
+    weights: Weights,
+    weights_momentum: Weights | None,
+    window: tuple[jax.Array, ...],
+    tokens: tuple[jax.Array, ...],
+    flags: _Flags,
+) -> tuple[jax.Array, Carry, Cache]:
+    """`_run` for one head of one batch element.
 
-    by_block_tokens = lambda x: x.reshape(sizes.blocks, sizes.block, *x.shape[1:])
-    tokens = (tape.q, tape.k, tape.v, tape.retention, tape.step_size, tape.momentum_decay, tape.window_weights)
-    flags = (counts, real_chunk, commits, indices)
-    over_heads = jax.vmap(one_head, in_axes=(0, 0, 0, 0, 0, 0, 1, None))
-    over_batch = jax.vmap(over_heads, in_axes=(None, 0, 0, 0, 0, 0, 0, 0))
-    tail = state.tail
-    y, carry, cache = over_batch(
-        params.weights, old, state.weights, state.weights_momentum, tail.keys[:, :, : c - 1], tail.values[:, :, : c - 1],
-        tokens, flags,
+    window: keys and values of the c − 1 tokens before the tape; tokens: q, k, v and gates of the tape, as in `Tape`.
+    """
+    finished = old.decay.shape[0] - (rule.window - 1)  # entries that no step of the call changes
+    length = sizes.blocks * sizes.block
+    inputs, whole = _block_inputs(rule, sizes, finished, window, tokens, flags)
+    keys = jnp.concatenate([old.keys, tokens[1].astype(old.keys.dtype)])
+    # Room for the entries of every block. Their keys are known already, because steps change coefficients only.
+    cache = jax.tree.map(lambda x: jnp.pad(x[:finished], ((0, length), *((0, 0),) * (x.ndim - 1))), old)
+    cache = cache._replace(keys=keys[: finished + length])
+    open_ = jax.tree.map(lambda x: x[finished:], old)
+    carry = Carry(open_.coefficients, open_.momentum, open_.decay, weights, weights_momentum)
+    operands = meshes.vary_like((initial, carry, cache, inputs, flags.indices))  # their cotangents will all vary alike
+    y, carry, cache = run_blocks(rule, sizes, *operands)
+
+    if rule.has_scaling:  # each entry is as it was at the end of its block
+        each = lambda x: jnp.concatenate([jnp.broadcast_to(x[:1], (finished,)), jnp.repeat(x[1:], sizes.block)])
+        cache = _scale(cache, jax.tree.map(each, after_each(whole)))
+    join = lambda x, y: jnp.concatenate([x, y])
+    return y, carry, Cache(
+        keys,
+        join(cache.coefficients, carry.coefficients),
+        None if carry.momentum is None else join(cache.momentum, carry.momentum),
+        join(cache.decay, carry.decay),
     )  # fmt: skip
-    return y, cache, carry
+
+
+def _block_inputs(
+    rule: SoftmaxSpec, sizes: Sizes, finished: int, window: tuple[jax.Array, ...], tokens: tuple[jax.Array, ...],
+    flags: _Flags,
+) -> tuple[Xs, Transition]:  # fmt: skip
+    """The inputs of one head's blocks, and the transition over each block, [blocks]."""
+    c, (q, k, v, *gates) = rule.window, tokens
+    by_chunk = lambda x: x.reshape(-1, sizes.chunk, *x.shape[1:])
+    by_block = lambda x: x.reshape(sizes.blocks, -1, *x.shape[1:])
+    coef = jax.vmap(lambda *x: coefficients(rule, *x))(
+        *(by_chunk(x) for x in gates), flags.counts, flags.real, flags.commits
+    )
+    coef = jax.tree.map(by_block, coef)
+    starts, whole = jax.vmap(before_each)(coef.end)
+    since = None
+    if rule.has_scaling:
+        columns = None if rule.cache_window is None else -(-finished // sizes.block)
+        since = since_commit(whole, columns)
+    rows = jnp.arange(sizes.blocks)[:, None] * sizes.block + jnp.arange(c - 1 + sizes.block)[None]
+    with_window = lambda first, x: jnp.concatenate([first.astype(x.dtype), x])[rows] if c > 1 else by_block(x)
+    block = BlockTokens(by_block(q), with_window(window[0], k), with_window(window[1], v), coef, starts)
+    return Xs(block, since), whole
 
 
 def _scale(cache: Cache, by: Transition) -> Cache:
