@@ -247,7 +247,7 @@ def command_sizes(small: bool) -> list[str]:
     return [*words, "--data.batch-size", "16", "--accumulation", "1", *["--data.sequence-length", "64"] * small]
 
 
-def main() -> None:
+def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, required=True, help="folder for results")
     parser.add_argument(
@@ -257,7 +257,11 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="tiny sizes, to try the command")
     parser.add_argument("--phases", nargs="+", default=["machine", "compile", "kernels", "training", "commands"])
     parser.add_argument("--machine", type=pathlib.Path, help=argparse.SUPPRESS)  # the process of the first phase
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = read_options()
     if options.machine is not None:
         return machine(options.machine, options.small)
     sys.path.insert(0, str(ROOT))

@@ -57,7 +57,7 @@ def _read(
 
 
 class _Carry(TypedDict):
-    """Between tokens of one row: memories `first` to `last` of the cache, and the segment that is being read."""
+    """Between tokens of one row. The cache has a place for every segment. Places `first` to `last` − 1 are of this document."""
 
     online: PyTree
     thetas: Weights
@@ -79,62 +79,10 @@ def reference_cached(
     params, tokens = jax.tree.map(wide, (params, tokens))
     fresh = jax.tree.map(wide, fresh_memory(rule, params, 1))
     ids = jnp.zeros((batch, time), jnp.int32) if segment_ids is None else segment_ids
-    theta = rule.rule.cached_weights(fresh)
-    stop = jax.lax.stop_gradient if rule.stop_gradient else lambda x: x
     most = time // rule.segment_size + 1
-    when = lambda condition, a, b: jax.tree.map(lambda x, y: jnp.where(condition, x, y), a, b)
-
-    def token(carry: _Carry, xs: tuple[CachedTokens, jax.Array]) -> tuple[_Carry, jax.Array]:
-        """One token of one row. The cache has a slot for every segment. Slots `first` to `last` belong to this document."""
-        token, document = xs
-        c = carry.copy()
-        begins = (document != c["document"]) & (c["document"] >= 0)
-        full = (c["position"] == rule.segment_size) & ~begins
-        done = stop(rule.rule.cached_weights(c["online"]))
-        put = lambda old, new: jnp.where(full, old.at[c["last"]].set(new), old)
-        c["thetas"] = {name: put(old, done[name][0]) for name, old in c["thetas"].items()}
-        c["keys"] = put(c["keys"], _pool(rule, c["key_sum"], c["position"]))
-        c["last"] = c["last"] + full
-        c["first"] = jnp.where(begins, c["last"], c["first"])
-        anew = begins | full if rule.start == "fresh" else begins
-        c["online"] = when(anew, fresh, c["online"])
-        c["key_sum"] = jnp.where(begins | full, 0.0, c["key_sum"])
-        c["position"] = jnp.where(begins | full, 0, c["position"]) + 1
-        c["document"] = document
-
-        one = jax.tree.map(lambda x: x[None, None], token.tokens)
-        own_read, c["online"] = rule.rule.reference(params, c["online"], *one)
-        c["key_sum"] = c["key_sum"] + token.tokens.k
-        number = jnp.arange(most)
-        visible = (number >= c["first"]) & (number < c["last"])
-        if rule.capacity is not None:
-            visible &= number >= c["last"] - rule.capacity
-        own = rule.rule.cached_weights(c["online"])
-        together = {name: jnp.concatenate([own[name], c["thetas"][name]]) for name in own}  # [1 + most, heads, out, in]
-        pooled = jnp.concatenate([_pool(rule, c["key_sum"], c["position"])[None], c["keys"]])
-
-        def head(
-            params: Params, memories: dict, pooled: jax.Array, q: jax.Array, u: jax.Array | None, blend: jax.Array | None,
-            own_read: jax.Array,
-        ) -> jax.Array:  # fmt: skip
-            if u is None:
-                scores = jnp.zeros(1 + most, dtype)
-            elif rule.connector == "age":
-                age = jnp.concatenate([jnp.zeros(1, int), jnp.clip(c["last"] - number, 0, u.size - 1)])
-                scores = u[age]
-            else:
-                scores = pooled @ u
-            gamma = _gates(rule, scores[1:], scores[0], visible, blend)
-            return _read(rule, params, memories, gamma, q, own_read)
-
-        y = jax.vmap(head, in_axes=(0, 1, 1, 0, 0, 0, 0))(
-            params, together, pooled, token.tokens.q, token.connector, token.blend, own_read[0, 0]
-        )
-        return c, y
-
     carry: _Carry = {
         "online": fresh,
-        "thetas": {name: jnp.zeros((most, *w.shape[1:]), dtype) for name, w in theta.items()},
+        "thetas": {name: jnp.zeros((most, *w.shape[1:]), dtype) for name, w in rule.rule.cached_weights(fresh).items()},
         "keys": jnp.zeros((most, heads, key_dim), dtype),
         "key_sum": jnp.zeros((heads, key_dim), dtype),
         "position": jnp.zeros((), jnp.int32),
@@ -142,7 +90,69 @@ def reference_cached(
         "last": jnp.zeros((), jnp.int32),
         "document": jnp.full((), -1, jnp.int32),
     }
+
+    def token(carry: _Carry, xs: tuple[CachedTokens, jax.Array]) -> tuple[_Carry, jax.Array]:
+        """One token of one row."""
+        token, document = xs
+        c = _before_token(rule, fresh, carry, document)
+        one = jax.tree.map(lambda x: x[None, None], token.tokens)
+        own_read, c["online"] = rule.rule.reference(params, c["online"], *one)
+        c["key_sum"] = c["key_sum"] + token.tokens.k
+        return c, _reads(rule, params, c, token, own_read[0, 0])
+
     return jax.vmap(lambda tokens, ids: meshes.scan(token, carry, (tokens, ids))[1])(tokens, ids)
+
+
+def _before_token(rule: CachedSpec[Params], fresh: PyTree, carry: _Carry, document: jax.Array) -> _Carry:
+    """Where a segment is full, its memory moves to the cache; where a document begins, what came before is left behind."""
+    c = carry.copy()
+    begins = (document != c["document"]) & (c["document"] >= 0)
+    # A document may end in the middle of a segment, whose memory nobody reads. So it does not move.
+    full = (c["position"] == rule.segment_size) & ~begins
+    done = rule.rule.cached_weights(c["online"])
+    if rule.stop_gradient:
+        done = jax.lax.stop_gradient(done)
+    put = lambda old, new: jnp.where(full, old.at[c["last"]].set(new), old)
+    c["thetas"] = {name: put(old, done[name][0]) for name, old in c["thetas"].items()}
+    c["keys"] = put(c["keys"], _pool(rule, c["key_sum"], c["position"]))
+    c["last"] = c["last"] + full
+    c["first"] = jnp.where(begins, c["last"], c["first"])
+    anew = begins | full if rule.start == "fresh" else begins
+    c["online"] = jax.tree.map(lambda x, y: jnp.where(anew, x, y), fresh, c["online"])
+    c["key_sum"] = jnp.where(begins | full, 0.0, c["key_sum"])
+    c["position"] = jnp.where(begins | full, 0, c["position"]) + 1
+    c["document"] = document
+    return c
+
+
+def _reads(rule: CachedSpec[Params], params: Params, c: _Carry, token: CachedTokens, own_read: jax.Array) -> jax.Array:
+    """y of one token, [heads, value_dim], after its write. own_read: [heads, value_dim], of the online memory."""
+    most = len(c["keys"])
+    number = jnp.arange(most)
+    visible = (number >= c["first"]) & (number < c["last"])
+    if rule.capacity is not None:
+        visible &= number >= c["last"] - rule.capacity
+    own = rule.rule.cached_weights(c["online"])
+    together = {name: jnp.concatenate([own[name], c["thetas"][name]]) for name in own}  # [1 + most, heads, out, in]
+    pooled = jnp.concatenate([_pool(rule, c["key_sum"], c["position"])[None], c["keys"]])
+
+    def head(
+        params: Params, memories: dict, pooled: jax.Array, q: jax.Array, u: jax.Array | None, blend: jax.Array | None,
+        own_read: jax.Array,
+    ) -> jax.Array:  # fmt: skip
+        if u is None:
+            scores = jnp.zeros(1 + most, q.dtype)
+        elif rule.connector == "age":
+            age = jnp.concatenate([jnp.zeros(1, int), jnp.clip(c["last"] - number, 0, u.size - 1)])
+            scores = u[age]
+        else:
+            scores = pooled @ u
+        gamma = _gates(rule, scores[1:], scores[0], visible, blend)
+        return _read(rule, params, memories, gamma, q, own_read)
+
+    return jax.vmap(head, in_axes=(0, 1, 1, 0, 0, 0, 0))(
+        params, together, pooled, token.tokens.q, token.connector, token.blend, own_read
+    )
 
 
 def _pool(rule: CachedSpec[Params], total: jax.Array, count: jax.Array) -> jax.Array:

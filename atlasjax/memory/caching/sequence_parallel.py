@@ -1,6 +1,7 @@
 """Memory Caching whose tokens are divided over devices: each writes the segments of its own tokens, and reads those of all."""
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -76,6 +77,44 @@ def scan_part(
     )
 
 
+def _line(x: jax.Array) -> jax.Array:
+    """[segments, batch, heads, C, …] → [batch, heads, segments · C, …]."""
+    x = jnp.moveaxis(x, 0, 2)
+    return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3], *x.shape[4:])
+
+
+# From the arrays of `_scores` and the numbers of memories [devices], one of each device: [devices, batch, heads, tokens].
+_Scores = Callable[[tuple[jax.Array, ...], jax.Array], jax.Array]
+
+
+def _scores(
+    rule: CachedSpec[Params], rows: CachedTokens, cached: Cached, reader: jax.Array
+) -> tuple[tuple[jax.Array, ...], jax.Array, _Scores]:
+    """The scores of memories as a function, because those of all memories are too many to hold.
+
+    reader: [tokens], each token's segment.
+
+    Returns:
+      The arrays that the function takes; the scores of each token's own segment, [batch, heads, tokens]; the function.
+    """
+    wide = wide_dtype(rows.tokens.q.dtype)
+    up = lambda x: jnp.swapaxes(x.astype(wide), 2, 3)  # [segments, batch, heads, C, …]
+    k = up(rows.tokens.k)
+    shape = _line(k).shape[:-1]
+    if rows.connector is None:
+        return (), jnp.zeros(shape, wide), lambda _, number: jnp.zeros((len(number), *shape), wide)
+    u = up(rows.connector)
+    if rule.connector == "age":
+        age = lambda number: jnp.broadcast_to(reader[:, None] - number, (*shape, len(number)))
+        by_age = lambda given, number: jnp.moveaxis(gating.by_age(given[0], age(number)), -1, 0)
+        return (_line(u),), _line(u)[..., 0], by_age
+    own = gating.score(u, gating.running_pool(rule, jnp.cumsum(k, axis=3), jnp.arange(1, k.shape[3] + 1)))
+    by_key = lambda given, number: jnp.einsum(
+        "bhtd,ibhd->ibht", given[0], given[1][number], precision=jax.lax.Precision.HIGHEST
+    )
+    return (_line(u), cached.of_all(gating.pool(rule, k, axis=3))), _line(own), by_key
+
+
 def _read_in_turn(
     rule: CachedSpec[Params], params: Params, rows: CachedTokens, y: jax.Array, cached: Cached
 ) -> jax.Array:
@@ -85,11 +124,10 @@ def _read_in_turn(
     """
     dtype = rows.tokens.q.dtype
     wide = wide_dtype(dtype)
-    up = lambda x: jnp.swapaxes(x.astype(wide), 2, 3)  # [segments, batch, heads, C, …]
+    line = lambda x: _line(jnp.swapaxes(x.astype(wide), 2, 3))
     count, batch, size, heads = rows.tokens.q.shape[:4]
-    line = lambda x: jnp.moveaxis(x, 0, 2).reshape(batch, heads, count * size, *x.shape[4:])
     params = jax.tree.map(lambda x: x.astype(wide), params)
-    q, own_read, k = line(up(rows.tokens.q)), line(up(y)), up(rows.tokens.k)
+    q, own_read = line(rows.tokens.q), line(y)
     reader = jnp.repeat(cached.first + jnp.arange(count), size)  # each token's segment
     numbers = jnp.arange(jax.lax.axis_size(cached.axes)) * count  # of the first memory of each device
     reach = cached.visible.shape[-1] if rule.capacity is None else rule.capacity
@@ -99,25 +137,7 @@ def _read_in_turn(
         age = reader - number[:, None]
         return (age > 0) & (age <= reach)
 
-    # Scores of the memories `number` [devices], one of each device: [devices, batch, heads, tokens].
-    given: tuple[jax.Array, ...]
-    if rows.connector is None:
-        given, own = (), jnp.zeros(q.shape[:-1], wide)
-        scores = lambda given, number: jnp.zeros((len(number), *q.shape[:-1]), wide)
-    elif rule.connector == "age":
-        u = line(up(rows.connector))
-        given, own = (u,), u[..., 0]
-        scores = lambda given, number: jnp.moveaxis(
-            gating.by_age(given[0], jnp.broadcast_to(reader[:, None] - number, (*q.shape[:-1], len(number)))), -1, 0
-        )
-    else:
-        u = up(rows.connector)
-        own = line(gating.score(u, gating.running_pool(rule, jnp.cumsum(k, axis=3), jnp.arange(1, size + 1))))
-        given = line(u), cached.of_all(gating.pool(rule, k, axis=3))
-        scores = lambda given, number: jnp.einsum(
-            "bhtd,ibhd->ibht", given[0], given[1][number], precision=jax.lax.Precision.HIGHEST
-        )
-
+    given, own, scores = _scores(rule, rows, cached, reader)
     top, fixed = jax.lax.stop_gradient((own, given))
     if gating.is_softmax(rule):
 
@@ -151,7 +171,7 @@ def _read_in_turn(
     if gating.is_softmax(rule):
         others, mine = others / total[..., None], mine / total
     if rows.blend is not None:
-        blend = line(up(rows.blend))
+        blend = line(rows.blend)
         others, mine = blend[..., None] * others, 1 + blend * (mine - 1)
     out = combine.join(rule.rule, params, q, own_read, mine, others)
     return jnp.moveaxis(out.reshape(batch, heads, count, size, -1), 2, 0)
