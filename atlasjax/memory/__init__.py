@@ -10,8 +10,8 @@ import sys
 from atlasjax.memory.api import init_params, init_state, read, reference, scan, soup, step
 from atlasjax.memory.axes import features, objectives, optimizers, retention, structures
 from atlasjax.memory.backends import BACKENDS, Backend, register_backend
+from atlasjax.memory.bounds import Bound
 from atlasjax.memory.caching import CachedRule, CachedState
-from atlasjax.memory.fast_weights.bounds import Bound
 from atlasjax.memory.fast_weights.rule import MemoryRule
 from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState
 from atlasjax.memory.gates import Gates

@@ -1,7 +1,7 @@
 """Delta rules: what a matrix memory has stored at a key is replaced, token by token."""
 
 from atlasjax.memory import objectives, optimizers, retention, structures
-from atlasjax.memory.fast_weights.bounds import Bound
+from atlasjax.memory.bounds import Bound
 from atlasjax.memory.fast_weights.rule import MemoryRule
 from atlasjax.rules.registry import register
 

@@ -265,7 +265,7 @@ def _chunk_memory(case: Case) -> tuple[Callable[..., Any], list[Any]]:
 
     from atlasjax import memory
     from atlasjax.memory import objectives, optimizers, structures
-    from atlasjax.memory.fast_weights.bounds import Bound, LimitedSlope
+    from atlasjax.memory.bounds import Bound, LimitedSlope
 
     kind = case.variant.removesuffix("_window").removesuffix("_bounded")
     window = WINDOW if case.variant.endswith("_window") else 1

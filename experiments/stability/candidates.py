@@ -5,7 +5,7 @@
     python -m experiments.stability.candidates --report         # only the table
 
     paper       no bound
-    left_over   the library's: a step is scaled by the remaining error of its token (`atlasjax.memory.fast_weights.bounds`)
+    left_over   the library's: a step is scaled by the remaining error of its token (`atlasjax.memory.bounds`)
     triangular  η' = (I + diag(η) L)⁻¹ η with L_ti = 8 a_i (k_i·k_t)², where momentum adds gradient i a_i times by the chunk's end
     pivot       1/η'_t = 1/η_t + p_t, p_t the pivot of ρI − Σ η'_i ĝ_i ĝ_iᵀ at the chunk's tangent features ĝ: the sum stays below ρ
     share       η'_t = min(η_t, (1 − θ_t) a_t / (b ‖g_t‖²)): assumes the worst case, where all tokens of a chunk are alike

@@ -1,6 +1,6 @@
 """Bounds that keep a memory from diverging, with matrix operations only: limits on step sizes and weight norms.
 
-`atlasjax.memory.fast_weights.bounds` defines and derives the recurrence. This module has its arithmetic for a chunk that begins
+`atlasjax.memory.bounds` defines and derives the recurrence. This module has its arithmetic for a chunk that begins
 with the memory M_0 at which its gradients are taken. With G_t = Σ_i Γ[t,i] ∇_i, f_t the windowed first-order decrease of the
 loss down to the target, n_t = f_t + floor_t and u_t = H θ_t,
 

@@ -9,9 +9,8 @@ import pytest
 from jax.test_util import check_grads
 
 from atlasjax import memory, rules
-from atlasjax.memory import Bound, call_checks, features, objectives, optimizers, retention, structures
+from atlasjax.memory import Bound, bounds, call_checks, features, objectives, optimizers, retention, structures
 from atlasjax.memory.blocks import largest_entry
-from atlasjax.memory.fast_weights import bounds
 from atlasjax.memory.fast_weights.rule import MemoryRule
 from tests.marks import if_slow, some_slow
 from tests.memory.cases import RULES, assert_close, make_inputs, objective, slice_time

@@ -22,7 +22,7 @@ from jax.sharding import Mesh, SingleDeviceSharding, use_abstract_mesh
 from atlasjax import memory as memory_lib
 from atlasjax import rules
 from atlasjax.memory import features, objectives, structures
-from atlasjax.memory.fast_weights.bounds import LimitedSlope
+from atlasjax.memory.bounds import LimitedSlope
 from pallas_kernels.arguments import Segments
 from pallas_kernels.chunk_memory import chunk_memory
 from pallas_kernels.delta_rule import delta_rule

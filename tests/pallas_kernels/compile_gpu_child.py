@@ -19,7 +19,7 @@ import jax  # isort: skip
 import jax.numpy as jnp  # isort: skip
 
 from atlasjax.memory import objectives, structures
-from atlasjax.memory.fast_weights.bounds import LimitedSlope
+from atlasjax.memory.bounds import LimitedSlope
 from pallas_kernels.arguments import Segments
 from pallas_kernels.chunk_memory import chunk_memory
 from pallas_kernels.delta_rule import delta_rule

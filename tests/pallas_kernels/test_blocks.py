@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from atlasjax.memory.fast_weights.bounds import within_norm
+from atlasjax.memory.bounds import within_norm
 from pallas_kernels import blocks, triangular
 from pallas_kernels.chunk_memory import bound
 from pallas_kernels.chunk_program import Lanes
@@ -127,7 +127,7 @@ def test_newton_schulz_in_three_passes():
 
 @pytest.mark.parametrize("size", [1e-20, 1e-3, 1.0, 1e4, 1e15, 1e30])
 def test_a_norm_is_limited_at_any_size(size):
-    """`memory.fast_weights.bounds.within_norm`, of which the kernel takes the factor and its derivative."""
+    """`memory.bounds.within_norm`, of which the kernel takes the factor and its derivative."""
     w, d = size * random(130, 24), random(24, 130).T + random(131, 24)[1:]
     most = 8.0 * 130**0.5
     expected, pulled = jax.vjp(lambda w: within_norm(8.0, {"w": w})["w"], w)

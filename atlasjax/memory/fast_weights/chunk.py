@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from atlasjax.memory import blocks, limits, meshes
+from atlasjax.memory import blocks, bounds, meshes
 from atlasjax.memory.axes import structures
 from atlasjax.memory.axes.objectives import Objective
 from atlasjax.memory.axes.optimizers import OptimizerState
-from atlasjax.memory.fast_weights import bounds, dual, formed, mapped, sequential, step_sizes
+from atlasjax.memory.fast_weights import dual, formed, mapped, sequential, step_sizes
 from atlasjax.memory.fast_weights.block import Block, BlockFunction, Written
 from atlasjax.memory.fast_weights.spec import MemorySpec
 from atlasjax.memory.fast_weights.state import MemoryParams
@@ -216,8 +216,8 @@ def _gradients(
     gradients, out, along = gradient_factors(rule, params, rule.weights(origin), k, v, threshold, exact)
     decrease, losses = None, None
     if rule.step_bound is not None:
-        decrease = limits.toward_target(rule.limited_objective, out, v, threshold)
-        empty = limits.toward_target(rule.limited_objective, jnp.zeros_like(out), v, threshold)
+        decrease = bounds.toward_target(rule.limited_objective, out, v, threshold)
+        empty = bounds.toward_target(rule.limited_objective, jnp.zeros_like(out), v, threshold)
         total = lambda x: jnp.maximum(blocks.row_sums(x), 0.0)
         losses = step_sizes.Losses(total(decrease), bounds.softened(total(decrease), total(empty)), along)
     if not rule.optimizer.per_channel:

@@ -16,10 +16,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from atlasjax.memory import grid, limits
+from atlasjax.memory import bounds, grid
 from atlasjax.memory.axes import objectives, optimizers, retention, structures
 from atlasjax.memory.axes.base import is_exactly
-from atlasjax.memory.fast_weights import bounds, linear_kernels
+from atlasjax.memory.fast_weights import linear_kernels
 from atlasjax.memory.fast_weights.fastest import PLATFORMS, fastest
 from atlasjax.memory.fast_weights.init import init_state
 from atlasjax.memory.fast_weights.packed import head_lengths, layout, pack, without_last_chunk
@@ -291,7 +291,7 @@ def _chunks(
         floor = None
         if rule.step_bound is not None:
             # Uses v without the residual subtracted: the output of zero is that of the whole memory, not of the branch.
-            empty = limits.toward_target(rule.limited_objective, jnp.zeros_like(wide), wide, threshold)
+            empty = bounds.toward_target(rule.limited_objective, jnp.zeros_like(wide), wide, threshold)
             floor = bounds.softened(jnp.zeros((), jnp.float32), jnp.maximum(jnp.sum(empty, axis=-1), 0.0))
         return key.astype(q.dtype), value.astype(q.dtype), floor
 

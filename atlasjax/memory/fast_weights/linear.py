@@ -23,7 +23,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from atlasjax.memory import meshes
+from atlasjax.memory import bounds, meshes
 from atlasjax.memory.axes.objectives import OwnKeys
 from atlasjax.memory.blocks import (
     applied,
@@ -39,7 +39,6 @@ from atlasjax.memory.blocks import (
     spread,
     unit_lower_inverse,
 )
-from atlasjax.memory.fast_weights import bounds
 from atlasjax.memory.fast_weights.chunk import Slot
 from atlasjax.memory.fast_weights.linear_scores import Mask, channel_scores, head_scores
 from atlasjax.memory.fast_weights.spec import MemorySpec

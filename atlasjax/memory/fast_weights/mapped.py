@@ -11,10 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from atlasjax.memory import meshes
+from atlasjax.memory import bounds, meshes
 from atlasjax.memory.axes.optimizers import OptimizerState
 from atlasjax.memory.blocks import Factors, Queries, capped, dot, exact, row_sums, scaled
-from atlasjax.memory.fast_weights import bounds
 from atlasjax.memory.fast_weights.block import Block, Written
 from atlasjax.memory.fast_weights.spec import MemorySpec
 from atlasjax.memory.gates import Weights

@@ -8,10 +8,9 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from atlasjax.memory import limits, meshes
+from atlasjax.memory import bounds, meshes
 from atlasjax.memory.axes.objectives import OwnKeys
 from atlasjax.memory.blocks import capped
-from atlasjax.memory.fast_weights import bounds
 from atlasjax.memory.fast_weights.init import init_state
 from atlasjax.memory.fast_weights.spec import MemorySpec
 from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState
@@ -56,8 +55,8 @@ def _bounded(
     """η'_t from the step size η_t, see `bounds`. before: M_{t−1} and origin: M_{t'}, both as stored in a state."""
     assert rule.step_bound is not None
     outputs = jax.vmap(lambda k: read_one(rule, params, origin, k))(keys)
-    decreases = limits.toward_target(rule.limited_objective, outputs, values, thresholds)  # [c, value_dim]
-    empty = limits.toward_target(rule.limited_objective, jnp.zeros_like(outputs), values, thresholds)
+    decreases = bounds.toward_target(rule.limited_objective, outputs, values, thresholds)  # [c, value_dim]
+    empty = bounds.toward_target(rule.limited_objective, jnp.zeros_like(outputs), values, thresholds)
     total = lambda x: jnp.sum(gamma * jnp.maximum(jnp.sum(x, axis=-1), 0.0))
     decrease, scale = total(decreases), bounds.softened(total(decreases), total(empty))
 

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from atlasjax.memory import blocks, meshes
+from atlasjax.memory import blocks, bounds, meshes
 from atlasjax.memory.axes.optimizers import OptimizerState
 from atlasjax.memory.blocks import dot
-from atlasjax.memory.fast_weights import bounds, step_sizes
+from atlasjax.memory.fast_weights import step_sizes
 from atlasjax.memory.fast_weights.block import Block, Written
 from atlasjax.memory.fast_weights.spec import MemorySpec
 from atlasjax.memory.gates import Weights

@@ -9,16 +9,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from atlasjax import check
-from atlasjax.memory import limits
+from atlasjax.memory import bounds
 from atlasjax.memory.axes import features as features_lib
 from atlasjax.memory.axes import objectives, optimizers, structures
 from atlasjax.memory.axes import retention as retention_lib
 from atlasjax.memory.axes.base import check_choice
 from atlasjax.memory.axes.optimizers import OptimizerState
 from atlasjax.memory.blocks import Factors, exact
+from atlasjax.memory.bounds import Bound, LimitedSlope, largest_norm, within_norm
 from atlasjax.memory.check import check_range
 from atlasjax.memory.family import FamilyRule
-from atlasjax.memory.fast_weights.bounds import Bound, LimitedSlope, largest_norm, within_norm
 from atlasjax.memory.fast_weights.clashes import clashes
 from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState
 from atlasjax.memory.gates import Gates, Weights
@@ -114,7 +114,7 @@ class MemorySpec(FamilyRule[MemoryParams, MemoryState]):
         """The gates with θ ≤ 1 − 1/H if the steps are bounded and have momentum, otherwise the same."""
         if self.step_bound is None or gates.momentum_decay is None or not self.optimizer.has_momentum:
             return gates
-        return gates._replace(momentum_decay=limits.within_horizon(self.horizon, gates.momentum_decay))
+        return gates._replace(momentum_decay=bounds.within_horizon(self.horizon, gates.momentum_decay))
 
     @property
     def limited_objective(self) -> objectives.Objective:

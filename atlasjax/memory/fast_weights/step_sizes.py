@@ -14,6 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from atlasjax.memory import bounds
 from atlasjax.memory.blocks import (
     BlockGates,
     Decays,
@@ -28,7 +29,6 @@ from atlasjax.memory.blocks import (
     scaled_columns,
     scaled_rows,
 )
-from atlasjax.memory.fast_weights import bounds
 from atlasjax.memory.gates import Weights
 
 

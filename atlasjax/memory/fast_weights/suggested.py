@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from atlasjax.memory import limits
+from atlasjax.memory import bounds
 from atlasjax.memory.fast_weights.spec import MemorySpec
 
 _GELU_SLOPE = 1.13
@@ -51,7 +51,7 @@ def suggested_steps(
     step = 0.5 * exact
     if rule.optimizer.has_momentum:
         # Also without a bound, so that a rule and its `unbounded()` start from the same gates.
-        horizon = limits.HORIZON if rule.bound is None else rule.bound.horizon
+        horizon = bounds.HORIZON if rule.bound is None else rule.bound.horizon
         share = 0.5 if rule.window == 1 else 0.25  # the windows of neighbours overlap
         step = np.minimum(step, share / (horizon * gamma * largest))
     return step, top

@@ -12,8 +12,8 @@ from atlasjax.memory.axes import features as features_lib
 from atlasjax.memory.axes import objectives, optimizers, structures
 from atlasjax.memory.axes import retention as retention_lib
 from atlasjax.memory.axes.base import check_choice
+from atlasjax.memory.bounds import largest_norm
 from atlasjax.memory.family import FamilyRule
-from atlasjax.memory.fast_weights.bounds import largest_norm
 from atlasjax.memory.fast_weights.state import MemoryParams
 from atlasjax.memory.large_chunk.state import LargeChunkState
 from atlasjax.names import lookup

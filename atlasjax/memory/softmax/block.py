@@ -12,8 +12,8 @@ import numpy as np
 
 from atlasjax.memory import meshes
 from atlasjax.memory.blocks import Factors, applied, dot, outer
+from atlasjax.memory.bounds import toward_target
 from atlasjax.memory.gates import Weights
-from atlasjax.memory.limits import toward_target
 from atlasjax.memory.softmax import sums
 from atlasjax.memory.softmax.coefficients import Coefficients, Transition, bounded
 from atlasjax.memory.softmax.spec import SoftmaxSpec

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from atlasjax.memory import meshes
 from atlasjax.memory.blocks import decay_products, divisible, window_matrix
-from atlasjax.memory.limits import HORIZON, within_horizon
+from atlasjax.memory.bounds import HORIZON, within_horizon
 from atlasjax.memory.softmax.spec import SoftmaxSpec
 
 
@@ -31,7 +31,7 @@ class Writes(NamedTuple):
 
     Attributes:
       steps: η_t γ_{t,j}, [b, E].
-      limit: step / H, [b], where H is `limits.HORIZON` with momentum and 1 without.
+      limit: step / H, [b], where H is `bounds.HORIZON` with momentum and 1 without.
       momentum: T_θ, [b, b], None without momentum.
       commit: 1 if the chunk is committed, otherwise 0.
     """

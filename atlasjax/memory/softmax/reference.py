@@ -8,7 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from atlasjax.memory import limits, meshes
+from atlasjax.memory import bounds, meshes
 from atlasjax.memory.blocks import capped
 from atlasjax.memory.products import wide_dtype
 from atlasjax.memory.softmax.init import empty_state
@@ -77,10 +77,10 @@ def _token(rule: SoftmaxSpec, initial: dict, carry: dict, token: dict) -> tuple[
     g_a, g_weights = jax.vmap(gradient)(change, keys, values)
     if rule.step_bound is not None and rule.is_bounded:
         outputs = jax.vmap(lambda k: read_one(rule, start, k))(keys)
-        decrease = jnp.maximum(jnp.sum(limits.toward_target(rule.objective, outputs, values, None), axis=-1), 0.0)
+        decrease = jnp.maximum(jnp.sum(bounds.toward_target(rule.objective, outputs, values, None), axis=-1), 0.0)
         squares = jax.tree.map(lambda g: jnp.sum(g * g, axis=(1, 2)), g_weights)
         square = jnp.sum(g_a * g_a, axis=1) + rule.chunk_size * sum(squares.values(), jnp.zeros_like(decrease))
-        horizon = limits.HORIZON if rule.optimizer.has_momentum else 1.0
+        horizon = bounds.HORIZON if rule.optimizer.has_momentum else 1.0
         theta = jnp.minimum(theta, 1.0 - 1.0 / horizon)
         eta = capped(
             rule.step_bound / horizon, eta, jnp.sum(gamma * decrease), jnp.sum(gamma) * jnp.sum(gamma * square)

@@ -12,7 +12,7 @@ bounded write may then go 1/(H Γ) of the way, whatever θ is (`SoftmaxRule.step
 
 import numpy as np
 
-from atlasjax.memory import limits
+from atlasjax.memory import bounds
 from atlasjax.memory.softmax.spec import SoftmaxSpec
 
 
@@ -43,5 +43,5 @@ def suggested_steps(
     if rule.optimizer.has_momentum:
         scale = scale * (1.0 - momentum_decay)
         if rule.objective.has_target:
-            step = np.minimum(step, 0.5 / (limits.HORIZON * gamma * (1.0 - momentum_decay)))
+            step = np.minimum(step, 0.5 / (bounds.HORIZON * gamma * (1.0 - momentum_decay)))
     return step * scale, float(np.max(top * scale))

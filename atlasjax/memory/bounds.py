@@ -1,5 +1,7 @@
 """Bounds on a memory's steps and weights, which keep it from diverging whatever its gates and keys become in training.
 
+`Bound` is that of a `MemoryRule`. A `SoftmaxRule` has the cap on single steps, η̄ below, and nothing else of it.
+
 All gradients of a chunk are taken at M_{t'}, the memory at the chunk's start. A chunk of similar keys therefore corrects the same
 error once per token, and overshoots. `Bound.step` scales each step by the remaining error of its token. With g_t the windowed
 gradient of the recurrence and
@@ -43,7 +45,7 @@ import jax
 import jax.numpy as jnp
 
 from atlasjax import check
-from atlasjax.memory import limits
+from atlasjax.memory import meshes
 from atlasjax.memory.axes.objectives import Objective
 from atlasjax.memory.blocks import (
     capped,
@@ -60,11 +62,13 @@ from atlasjax.memory.blocks import (
 # Keeps a small error from making a step large. Errors below √1e-4 of their targets are not corrected for the chunk's earlier
 # writes, so a chunk of large steps and equal keys ends that far from its target. With 1e-2 that was a tenth of the target.
 _SOFTENING = 1e-4
+# How many times momentum may add a token's write to the memory. Less follows long momentum less; more limits each write more.
+HORIZON = 32.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """Bounds that keep a memory from diverging; the docstring of `atlasjax.memory.fast_weights.bounds` has the recurrence.
+    """Bounds that keep a memory from diverging; the docstring of `atlasjax.memory.bounds` has the recurrence.
 
     Attributes:
       step: > 0, how far a token may step, to first order. 1 means onto its target, 2 equally far past it. None means that step
@@ -83,7 +87,7 @@ class Bound:
     step: float | None = 1.0
     slope: float | None = 1024.0
     weight_norm: float | None = 1024.0
-    horizon: float = limits.HORIZON
+    horizon: float = HORIZON
 
     def __post_init__(self) -> None:
         for name in ("step", "slope", "weight_norm"):
@@ -114,6 +118,18 @@ class LimitedSlope(Objective):
 
     def loss(self, out: jax.Array, v: jax.Array, threshold: jax.Array | None = None) -> jax.Array:
         return self.objective.loss(_limited(self.slope, out), v, threshold)
+
+
+def toward_target(objective: Objective, out: jax.Array, v: jax.Array, threshold: jax.Array | None) -> jax.Array:
+    """⟨∂ℓ/∂out, out − v⟩ by channel, [..., value_dim], from out and v [..., value_dim]. Its sum is ≥ 0 for a convex loss whose
+    minimum is v."""
+    slope = jax.grad(lambda o: jnp.sum(objective.loss(o, v, threshold)))(meshes.vary_like(out, v))
+    return slope * (out - v)
+
+
+def within_horizon(horizon: float, momentum_decay: jax.Array) -> jax.Array:
+    """min(θ, 1 − 1/H): whatever θ is from now on, momentum adds S at most H times."""
+    return jnp.minimum(momentum_decay, 1.0 - 1.0 / horizon)
 
 
 def softened(decrease: jax.Array, empty: jax.Array) -> jax.Array:
