@@ -52,12 +52,12 @@ class _Tail(NamedTuple):
     """The part of a pair that is read after the beginning of its context.
 
     Attributes:
-      slot: the place of its context among those that are read together.
+      place: that of its context among those that are read together.
       pair: its index.
       tokens: the end of its context and its continuation, int32 [time].
     """
 
-    slot: int
+    place: int
     pair: int
     tokens: np.ndarray
 
@@ -275,12 +275,12 @@ class Scorer:
         """
         # Before its continuations, whole pieces of a context are read, but not its last token, whose logits are needed.
         ends, tails = [], []
-        for slot, group in enumerate(groups):
+        for place, group in enumerate(groups):
             piece = self.pieces[0 if len(group) == 1 else -1]
             ends.append(max(length, (len(rows[group[0]][0]) - 1) // piece * piece))
             for index in group:
                 context, continuation = rows[index]
-                tails.append(_Tail(slot, index, np.concatenate([context[ends[slot] :], continuation])))
+                tails.append(_Tail(place, index, np.concatenate([context[ends[place] :], continuation])))
         heads = [rows[group[0]][0][length:end] for group, end in zip(groups, ends, strict=True)]
         tails.sort(key=lambda tail: -len(tail.tokens))
         # Padding beyond the room or the learned positions would be NaN, and in the next layer so would the tokens before it.
@@ -289,10 +289,10 @@ class Scorer:
         while tails:
             padded = -(-(len(tails[0].tokens) - 1) // self.pieces[-1]) * self.pieces[-1]
             if last is not None:
-                padded = min(padded, last - ends[tails[0].slot])
-            fitting = [tail for tail in tails if last is None or ends[tail.slot] + padded <= last][: self.batch_size]
+                padded = min(padded, last - ends[tails[0].place])
+            fitting = [tail for tail in tails if last is None or ends[tail.place] + padded <= last][: self.batch_size]
             batches.append((padded, fitting))
-            room = max(room, padded + max(ends[tail.slot] for tail in fitting))
+            room = max(room, padded + max(ends[tail.place] for tail in fitting))
             taken = {tail.pair for tail in fitting}
             tails = [tail for tail in tails if tail.pair not in taken]
         return heads, batches, self._reader.room(room)
@@ -304,8 +304,8 @@ class Scorer:
         """(index, score) of the pairs of a plan. `start` is the cache after what all contexts begin with."""
         cache = self._reader.read(heads, start)[1]
         for length, batch in batches:
-            slots = filled([tail.slot for tail in batch], self.batch_size)
-            likelihoods, greedy = self._reader.score([tail.tokens for tail in batch], length, take(cache, slots))
+            places = filled([tail.place for tail in batch], self.batch_size)
+            likelihoods, greedy = self._reader.score([tail.tokens for tail in batch], length, take(cache, places))
             for row, (_, index, tail) in enumerate(batch):
                 part = slice(len(tail) - 1 - len(rows[index][1]), len(tail) - 1)
                 yield index, Score(likelihoods[row, part], bool(greedy[row, part].all()))

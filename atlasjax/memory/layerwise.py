@@ -79,33 +79,33 @@ def _one_kind(*dtypes: jnp.dtype) -> bool:
     return any(all(jnp.issubdtype(dtype, kind) for dtype in dtypes) for kind in (jnp.floating, jnp.integer))
 
 
-def put_slots(
-    all_: Float[Array, "layers batch heads slots ..."],
+def put_places(
+    all_: Float[Array, "layers batch heads places ..."],
     new: Float[Array, "batch heads ..."],
     i: Int[Array, ""],
-    slot: Int[Array, " batch"],
+    place: Int[Array, " batch"],
     where: Bool[Array, " batch"] | None = None,
-) -> Float[Array, "layers batch heads slots ..."]:
-    """States of all layers with `new` in one slot of each row of layer i, written in place. Slots out of range are left out.
+) -> Float[Array, "layers batch heads places ..."]:
+    """States of all layers with `new` in one place of each row of layer i, written in place. Places out of range are left out.
 
     where: the rows that are written. None means all.
     """
-    slot = slot if where is None else jnp.where(where, slot, all_.shape[3])
+    place = place if where is None else jnp.where(where, place, all_.shape[3])
     # With an axis of the batch, which XLA can divide over devices.
     numbers = jax.lax.ScatterDimensionNumbers(
         update_window_dims=tuple(range(1, new.ndim)), inserted_window_dims=(0, 3), scatter_dims_to_operand_dims=(0, 3),
         operand_batching_dims=(1,), scatter_indices_batching_dims=(0,),
     )  # fmt: skip
-    index = jnp.stack([jnp.full_like(slot, i), slot], axis=-1)
+    index = jnp.stack([jnp.full_like(place, i), place], axis=-1)
     return jax.lax.scatter(all_, index, new.astype(all_.dtype), numbers, mode="drop", unique_indices=True)
 
 
-def take_slots(
-    all_: jax.Array, i: Int[Array, ""] | None, slots: Int[Array, "batch heads n"]
+def take_places(
+    all_: jax.Array, i: Int[Array, ""] | None, places: Int[Array, "batch heads n"]
 ) -> Float[Array, "batch heads n ..."]:
-    """The given slots of each head, read where they lie.
+    """The given places of each head, read where they lie.
 
-    all_: [layers, batch, heads, slots, …], of which layer i is read, or with i None a layer's own states [batch, heads, slots, …].
+    all_: [layers, batch, heads, places, …], of which layer i is read. With i None: a layer's own states, without that axis.
     """
     lead = 0 if i is None else 1
     rest = all_.shape[lead + 3 :]
@@ -114,7 +114,7 @@ def take_slots(
         offset_dims=tuple(range(3, 3 + len(rest))), collapsed_slice_dims=(*range(lead), lead + 2),
         start_index_map=(*range(lead), lead + 2), operand_batching_dims=(lead, lead + 1), start_indices_batching_dims=(0, 1),
     )  # fmt: skip
-    index = slots[..., None] if i is None else jnp.stack([jnp.full_like(slots, i), slots], axis=-1)
+    index = places[..., None] if i is None else jnp.stack([jnp.full_like(places, i), places], axis=-1)
     sizes = (*(1,) * (lead + 3), *rest)
     return jax.lax.gather(all_, index, numbers, sizes, mode="clip")
 

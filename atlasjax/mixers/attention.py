@@ -278,7 +278,7 @@ _Cache = KVCache | WindowCache
 
 
 def _newest(last: jax.Array, size: int) -> jax.Array:
-    """The position [batch, size] of the token in each slot after token `last` [batch, 1], negative where there is none."""
+    """The position [batch, size] of the token in each place after token `last` [batch, 1], negative where there is none."""
     return last - (last - jnp.arange(size)[None]) % size
 
 
@@ -290,7 +290,7 @@ def _extend_window(piece: _Piece, cache: _Cache, layer: Any) -> tuple[jax.Array,
     join = lambda x, new: jnp.concatenate([x[place][rows, before % size], new], axis=1)
     keys, values = join(cache.keys, piece.k), join(cache.values, piece.v)
     y = piece.read(keys, values, jnp.concatenate([before, piece.position], 1), size)
-    # All slots are written again, and not only those of the new tokens: more than `size` tokens would meet in a slot.
+    # All places are written again, and not only those of the new tokens: more than `size` tokens would meet in a place.
     at = (before + time) % size
     return y, _written(cache, layer, at, keys[:, time:], values[:, time:], unique_indices=True)
 
@@ -320,7 +320,7 @@ def _read_then_write(piece: _Piece, cache: _Cache, layer: jax.Array) -> tuple[ja
 
 
 def _stored(piece: _Piece, cache: _Cache, layer: Any) -> _Cache:
-    """The cache with the tokens of a piece in their slots: of a window a single one. Tokens beyond max_length are left out."""
+    """The cache with the tokens of a piece in their places: of a window a single one. Tokens beyond max_length are left out."""
     if cache.window is not None:
         return _written(cache, layer, piece.position % cache.window, piece.k, piece.v)
     how: dict[str, Any] = {"mode": "drop", "unique_indices": True, "indices_are_sorted": True}
@@ -328,14 +328,14 @@ def _stored(piece: _Piece, cache: _Cache, layer: Any) -> _Cache:
 
 
 def _written(cache: _Cache, layer: Any, at: jax.Array, k: jax.Array, v: jax.Array, **how: Any) -> _Cache:
-    """The cache with keys and values [batch, time, kv_heads · dim] in the slots `at` [batch, time] of each row."""
+    """The cache with keys and values [batch, time, kv_heads · dim] in the places `at` [batch, time] of each row."""
     return cache._replace(
         keys=_write(cache.keys, layer, at, k, **how), values=_write(cache.values, layer, at, v, **how)
     )
 
 
 def _write(x: jax.Array, layer: jax.Array | int | None, at: jax.Array, new: jax.Array, **how: Any) -> jax.Array:
-    """x [(layers,) batch, size, dim] with `new` [batch, time, dim] in the slots `at` [batch, time] of each row."""
+    """x [(layers,) batch, size, dim] with `new` [batch, time, dim] in the places `at` [batch, time] of each row."""
     # With an axis of the batch, which XLA can divide over devices. `x.at` under `vmap` would move that axis to the front.
     axis = 0 if layer is None else 1
     index = at[..., None] if layer is None else jnp.stack([jnp.full_like(at, layer), at], axis=-1)

@@ -23,7 +23,7 @@ class Grid:
       size: tokens per block.
       index: [blocks, batch], the index of each block in its document, 0 where a document starts.
       time: tokens per row.
-      place: [batch, time], the slot of each token among the blocks · size slots. None means consecutive slots from the first on.
+      place: [batch, time], among the blocks · size places of the grid. None means consecutive places from the first on.
       touched: number of leading blocks that may contain these tokens.
     """
 
@@ -36,7 +36,7 @@ class Grid:
     def lay(
         self, x: Float[Array, "batch time ..."], held: Float[Array, "batch size ..."] | None = None
     ) -> Float[Array, "blocks batch size ..."]:
-        """[batch, time, …] → [blocks, batch, size, …], zero in empty slots.
+        """[batch, time, …] → [blocks, batch, size, …], zero in empty places.
 
         held: [batch, size, …], the previous content of the first block in a stream, which the tokens overwrite.
         """
@@ -45,13 +45,13 @@ class Grid:
     def pick(self, y: Float[Array, "_blocks batch size ..."]) -> Float[Array, "batch time ..."]:
         """The inverse of `lay`: [blocks, batch, size, …], for all blocks or only those touched → [batch, time, …].
 
-        NaN for a token without a slot.
+        NaN for a token without a place.
         """
         return grid.pick_chunks(y, self.time, self.place)
 
 
 def whole(batch: int, time: int, size: int) -> Grid:
-    """The grid of whole sequences: ⌈time / size⌉ blocks, of which the last may not be full. A single one has only `time` slots."""
+    """The grid of whole sequences: ⌈time / size⌉ blocks, of which the last may not be full. A single one has only `time` places."""
     count = -(-time // size)
     index = jnp.broadcast_to(jnp.arange(count)[:, None], (count, batch))
     return Grid(min(size, time), index, time, touched=count)
@@ -62,16 +62,16 @@ def documents(segment_ids: Int[Array, "batch time"], max_segments: int, size: in
 
     Args:
       segment_ids: integers [batch, time].
-      max_segments: static bound on the number of documents in a row. Tokens of documents beyond the bound have no slot.
+      max_segments: static bound on the number of documents in a row. Tokens of documents beyond the bound have no place.
       size: tokens per block.
     """
     time = segment_ids.shape[1]
     position, segment = segment_positions(segment_ids)
-    slot = jnp.cumsum(position % size == 0, axis=1) - 1
+    block = jnp.cumsum(position % size == 0, axis=1) - 1
     count = min((time + max_segments * (size - 1)) // size, time)  # a document's last block may be partly empty
-    index = grid.scattered(position // size, count, slot, 0).T
-    # Tokens without a slot get distinct places beyond the last one, because the scatter declares its indices unique.
-    place = jnp.where(segment < max_segments, slot * size + position % size, count * size + jnp.arange(time)[None])
+    index = grid.scattered(position // size, count, block, 0).T
+    # They get distinct places beyond the last one, because the scatter declares its indices unique.
+    place = jnp.where(segment < max_segments, block * size + position % size, count * size + jnp.arange(time)[None])
     return Grid(size, index, time, place, touched=count)
 
 
@@ -90,13 +90,13 @@ def continued(position: Int[Array, " batch"], time: int, size: int) -> Grid:
 def continued_queries(
     position: Int[Array, " batch"], time: int, size: int
 ) -> tuple[Grid, Int[Array, "blocks batch width"]]:
-    """The grid of the queries of `continued`: its touched blocks, with slots for the new tokens only.
+    """The grid of the queries of `continued`: its touched blocks, with places for the new tokens only.
 
     A piece that is shorter than a block has at most `time` queries in each of the blocks it touches, so the blocks have as many
-    slots, which are filled from the first on.
+    places, which are filled from the first on.
 
     Returns:
-      The grid, and the position of each slot in its block of `size` tokens. Slots beyond the last position repeat it; they are
+      The grid, and the position of each place in its block of `size` tokens. Places beyond the last position repeat it; they are
       empty.
     """
     keys, width = continued(position, time, size), min(size, time)

@@ -52,7 +52,7 @@ class MemorizingConfig:
 
 
 class Queue(NamedTuple):
-    """The last tokens before the current block, newest last. The first slots are empty until enough tokens were read.
+    """The last tokens before the current block, newest last. The first places are empty until enough tokens were read.
 
     Attributes:
       keys: unrotated, [batch, queue_length, heads, key_dim].

@@ -30,7 +30,7 @@ from pallas_kernels.chunk_memory.gpu_step import (
 
 
 class _Given(NamedTuple):
-    """Inputs, as of `state_cotangents`. last: one slot each."""
+    """Inputs, as of `state_cotangents`. last: one place each."""
 
     states: Any
     kept: Any

@@ -33,7 +33,7 @@ from pallas_kernels.chunk_scan import Restarts
 
 
 class _Given(NamedTuple):
-    """Inputs: the first carry, one slot each, the tokens, and the marks and the weights of segments."""
+    """Inputs: the first carry, one place each, the tokens, and the marks and the weights of segments."""
 
     first: Any
     tokens: Any
@@ -173,7 +173,7 @@ class _States:
             zero(self.step, before[1:], i + 1)
 
     def limit(self, at: Index, i: Index) -> None:
-        """Scales the state at slot `at` to its limits, and stores the factors of chunk i. An empty chunk has no limits."""
+        """Scales the state at place `at` to its limits, and stores the factors of chunk i. An empty chunk has no limits."""
         step, before, marks = self.step, self.found.before, self.given.marks
         # A square that overflows exceeds any limit.
         scale = lambda x: jnp.where(x > 1.0, jax.lax.rsqrt(jnp.clip(x, 1.0, 3e38)), 1.0)

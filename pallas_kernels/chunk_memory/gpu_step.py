@@ -168,7 +168,7 @@ class Step:
         return jax.lax.fori_loop(0, self.count, body, init)
 
     def inner(self, x: list[Refs], at: Index, y: list[Refs], to: Index) -> list[Matrices]:
-        """⟨x, y⟩ for each weight and momentum at slots `at` and `to`, divided by the squares of their limits."""
+        """⟨x, y⟩ for each weight and momentum at places `at` and `to`, divided by the squares of their limits."""
         assert self.limits is not None
         limits = self.limits
 
@@ -183,7 +183,7 @@ class Step:
         return self.tiles(add, [{name: jnp.zeros((), jnp.float32) for name in part} for part in x])
 
     def change(self, refs: list[Refs], i: Index, new: Callable[[int, str, jax.Array, Index], jax.Array]) -> None:
-        """Replaces each tile x of each weight and momentum at slot i by new(part, name, x, j)."""
+        """Replaces each tile x of each weight and momentum at place i by new(part, name, x, j)."""
 
         def tile(j: Index, _: None) -> None:
             old = [self.load(part, i, j) for part in refs]
@@ -362,7 +362,7 @@ class Settings(NamedTuple):
 
 
 def copy(step: Step, source: Refs, at: Index, target: Refs, to: Index) -> None:
-    """Copies the matrices of slot `at` into slot `to` of others."""
+    """Copies the matrices at place `at` to place `to` of others."""
 
     def tile(j: Index, _: None) -> None:
         step.store_all([target], to, j, [step.load(source, at, j)])
@@ -371,7 +371,7 @@ def copy(step: Step, source: Refs, at: Index, target: Refs, to: Index) -> None:
 
 
 def zero(step: Step, targets: list[Refs], to: Index) -> None:
-    """Fills slot `to` with zeros."""
+    """Fills place `to` with zeros."""
     step.change(targets, to, lambda n, name, x, j: jnp.zeros_like(x))
 
 

@@ -15,18 +15,20 @@ from atlasjax.memory.caching.state import CachedState, in_segment
 from atlasjax.memory.fast_weights.chunk import Soup
 from atlasjax.memory.gates import Weights
 from atlasjax.memory.grid import choose
-from atlasjax.memory.layerwise import change_some, put_layer, put_slots, take_layer, take_slots
+from atlasjax.memory.layerwise import change_some, put_layer, put_places, take_layer, take_places
 from atlasjax.memory.rule import Params
 
 
 def push(rule: CachedSpec[Params], params: Params, state: CachedState, full: jax.Array) -> CachedState:
     """Where `full` [batch] is True, moves the segment's memory to the cache and begins a new segment."""
     places = state.keys.shape[2]
-    slot = jnp.where(full, state.cached_count % places, places)  # one beyond the last is left out
+    place = jnp.where(full, state.cached_count % places, places)  # one beyond the last is left out
     weights, keys = _to_cache(rule, state)
 
     def put(old: jax.Array, new: jax.Array) -> jax.Array:
-        return jax.vmap(lambda old, slot, new: old.at[:, slot].set(new, mode="drop"))(old, slot, new.astype(old.dtype))
+        return jax.vmap(lambda old, place, new: old.at[:, place].set(new, mode="drop"))(
+            old, place, new.astype(old.dtype)
+        )
 
     cached = {name: put(old, weights[name]) for name, old in state.cached.items()}
     state = state._replace(online=_next_memory(rule, params, state, full), cached=cached, keys=put(state.keys, keys))
@@ -36,13 +38,13 @@ def push(rule: CachedSpec[Params], params: Params, state: CachedState, full: jax
 def push_layer(
     rule: CachedSpec[Params], params: Params, states: CachedState, layer: jax.Array, full: jax.Array
 ) -> CachedState:
-    """`push` in the states of all layers, [layers, batch, …], without `counted`. A memory is written into its slot; nothing else of
-    the cache moves."""
+    """`push` in the states of all layers, [layers, batch, …], without `counted`. A memory is written to its place, and
+    nothing else of the cache moves."""
 
     def end(states: CachedState) -> CachedState:
         state = take_layer(states._replace(cached={}), layer)
-        (weights, keys), slot = _to_cache(rule, state), state.cached_count % state.keys.shape[2]
-        put = lambda all_, new: put_slots(all_, new, layer, slot, full)
+        (weights, keys), place = _to_cache(rule, state), state.cached_count % state.keys.shape[2]
+        put = lambda all_, new: put_places(all_, new, layer, place, full)
         cached = {name: put(all_, weights[name]) for name, all_ in states.cached.items()}
         online = put_layer(states.online, _next_memory(rule, params, state, full), layer, keys)
         return states._replace(online=online, cached=cached, keys=put(states.keys, keys))
@@ -78,7 +80,7 @@ def counted(state: CachedState, full: jax.Array) -> CachedState:
 
 
 def _by_age(state: CachedState) -> tuple[jax.Array, jax.Array]:
-    """Slots of the cache from the oldest memory to the newest, [batch, N], and whether each holds a memory."""
+    """Places of the cache from the oldest memory to the newest, [batch, N], and whether each holds a memory."""
     places = state.keys.shape[2]
     n = jnp.arange(places)[None]
     order = (jnp.where(state.cached_count > places, state.cached_count % places, 0)[:, None] + n) % places
@@ -120,14 +122,14 @@ def read_cache(
         place = jnp.take_along_axis(jnp.broadcast_to(order[:, None, None], scores.shape), chosen, axis=-1)
         index = jnp.where(pick(seen), place, places)
         if tokens == 1:
-            selected = jax.tree.map(functools.partial(take_slots, i=layer, slots=place[:, :, 0]), state.cached)
+            selected = jax.tree.map(functools.partial(take_places, i=layer, places=place[:, :, 0]), state.cached)
             others = combine.read_all(rule.rule, dtype, params, selected, q, gamma)
         else:
             by_memory = jax.tree.map(lambda w: jnp.moveaxis(w, 2, 0), state.cached)
             others = combine.read_selected(rule.rule, dtype, params, by_memory, q, index, gamma)
         return combine.join(rule.rule, params, q, own_read(None), mine, others)
     gamma, mine = gating.gamma(rule, scores, own, seen, blend)
-    # Back to the order of the slots.
+    # Back to the order of the places.
     back = jnp.argsort(order, axis=-1)
     gamma = jnp.take_along_axis(gamma, jnp.broadcast_to(back[:, None, None], gamma.shape), axis=-1)
     if rule.mixes_weights:
@@ -141,7 +143,7 @@ def read_cache(
 
 
 def overfull(rule: CachedSpec[Params], state: CachedState) -> jax.Array:
-    """Whether more memories were cached than the cache has slots although none may be evicted."""
+    """Whether more memories were cached than the cache has places although none may be evicted."""
     if rule.capacity is not None:
         return jnp.zeros(state.cached_count.shape, bool)
     return state.cached_count > state.keys.shape[2]

@@ -19,7 +19,7 @@ def init_state(
       params: parameters of `rule.rule`.
       batch_size: number of batch elements.
       max_length: maximum number of tokens that will be read. Required if `rule.capacity` is None, and ignored otherwise. Outputs
-        of tokens beyond it that need another slot in the cache are NaN.
+        of tokens beyond it that need another place in the cache are NaN.
 
     Raises:
       ValueError: max_length is missing or not an integer ≥ 1 where it is required, or the parameters belong to another rule.
@@ -42,7 +42,7 @@ def fresh_memory(rule: CachedSpec[Params], params: Params, batch_size: int) -> P
 
 
 def empty_cache(rule: CachedSpec[Params], params: Params, online: PyTree, places: int) -> CachedState:
-    """A fresh state whose empty cache has `places` slots, with `online` as the current memory."""
+    """A fresh state whose empty cache has so many places, with `online` as the current memory."""
     weights = rule.rule.cached_weights(online)
     any_weight = next(iter(weights.values()))
     batch, heads = any_weight.shape[:2]

@@ -48,7 +48,7 @@ def parallel_scan(
 class _Layout(NamedTuple):
     """The segments of a call.
 
-    place: [batch, time], each token's slot in the flattened segments, None if token t is in slot t. resets: [segments, batch],
+    place: [batch, time], each token's place in the flattened segments, None if token t is at place t. resets: [segments, batch],
     whether a document begins there. lengths: [segments, batch], tokens per segment, None if all are full. last: [batch], the
     segment of the last token. visible: [segments, batch or 1, segments], whether the reader (first axis) sees the memory (last
     axis). overflow: [batch], whether the segments did not suffice.

@@ -27,9 +27,9 @@ class SoftmaxParams:
 
 
 class Tail(NamedTuple):
-    """The window − 1 tokens up to t', oldest first, then the tokens after t' (pending = b − 1 slots): tail = window − 1 + pending.
+    """The window − 1 tokens up to t', oldest first, then the tokens after t' (pending = b − 1 places): tail = window − 1 + pending.
 
-    Empty slots hold zeros and gates without effect. Gates exist only for the tokens after t'.
+    Empty places hold zeros and gates without effect. Gates exist only for the tokens after t'.
 
     Attributes:
       keys: [batch, heads, tail, key_dim].
@@ -52,8 +52,8 @@ class SoftmaxState(NamedTuple):
     """The state of a softmax memory. t' is the last token before the current chunk.
 
     float32 (float64 for float64 inputs) and int32; every leaf has the batch axis first. The number of entries is `cache_window`,
-    or max_length for a full cache. Entries are in order of time: with a cache window they end at the last slot, in a
-    full cache they begin at slot 0.
+    or max_length for a full cache. Entries are in order of time: with a cache window they end at the last place, in a
+    full cache they begin at place 0.
 
     Attributes:
       keys: k_i, [batch, heads, entries, key_dim].

@@ -15,7 +15,7 @@ from atlasjax.memory import meshes
 from atlasjax.memory.blocks import Factors, dot, product_dtype
 from atlasjax.memory.gates import Weights
 from atlasjax.memory.grid import choose, widened
-from atlasjax.memory.layerwise import change_some, put_layer, put_slots, take_layer
+from atlasjax.memory.layerwise import change_some, put_layer, put_places, take_layer
 from atlasjax.memory.products import wide_dtype
 from atlasjax.memory.softmax import sums
 from atlasjax.memory.softmax.block import gradients, moved, read_out, with_bound, write_weights
@@ -46,7 +46,7 @@ class OpenChunk(NamedTuple):
 
 
 def seen(rule: SoftmaxSpec, entries: int, held: jax.Array, last: jax.Array) -> jax.Array:
-    """Whether a read sees each slot of a stored cache, [N]. last: the read's position in its chunk, −1 exactly at t'."""
+    """Whether a read sees each place of a stored cache, [N]. last: the read's position in its chunk, −1 exactly at t'."""
     return held if rule.cache_window is None else held & (jnp.arange(entries) > last)
 
 
@@ -272,8 +272,8 @@ def xla_step_layer(
     last = rule.window - 1 + state.position
 
     def put(all_: jax.Array, new: jax.Array) -> jax.Array:
-        slot = last if new.shape[2] == written.tail.keys.shape[2] else state.position
-        return put_slots(all_, jax.vmap(lambda new, slot: new[:, slot])(new, slot), layer, slot)
+        place = last if new.shape[2] == written.tail.keys.shape[2] else state.position
+        return put_places(all_, jax.vmap(lambda new, place: new[:, place])(new, place), layer, place)
 
     tail = jax.tree.map(put, states.tail, written.tail)
     full = state.position == rule.pending

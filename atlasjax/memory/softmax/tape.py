@@ -1,6 +1,6 @@
 """Conversion between states and sequences: a call's tokens preceded by those held in a state, and back to a state.
 
-On the tape of a call every token has a slot: first the tokens of the unfinished chunk in the state, then the call's own. Cache
+On the tape of a call every token has a place: first the tokens of the unfinished chunk in the state, then the call's own. Cache
 entries are indexed so that the state's N entries end where the tape begins.
 """
 
@@ -16,7 +16,7 @@ from atlasjax.memory.tokens import Tokens
 
 
 class Tape(NamedTuple):
-    """Tokens by slot, [batch, places, heads, …]. Gates of empty slots have no effect. real, segment: [batch, places]."""
+    """Tokens by place, [batch, places, heads, …]. Gates of empty places have no effect. real, segment: [batch, places]."""
 
     q: jax.Array
     k: jax.Array
@@ -41,7 +41,7 @@ def tape_of(
 
     Args:
       rule, state, tokens: as in `scan`.
-      place: [batch, time], slot of each token. None means that token t has slot t and the state holds none.
+      place: [batch, time], of each token. None means that token t is at place t and the state holds none.
       places: length of the tape, static.
       keep: [batch], whether the state's tokens are kept. None means yes.
     """
@@ -98,7 +98,7 @@ class Cache(NamedTuple):
 
 
 def ordered_cache(rule: SoftmaxSpec, state: SoftmaxState) -> Cache:
-    """The cache of a state with its last entry in slot N − 1, and zeros in empty slots."""
+    """The cache of a state with its last entry at place N − 1, and zeros in empty places."""
     cache = Cache(state.keys, state.coefficients, state.momentum, state.decay)
     entries = state.keys.shape[2]
     if rule.cache_window is not None or entries == 0:
@@ -126,7 +126,7 @@ def cut_tail(
       rule: the rule.
       state: the state before the call.
       tape: the call's tape.
-      start: [batch], slot of the first token after t'.
+      start: [batch], place of the first token after t'.
       count: [batch], number of the segment's tokens up to t'.
       position: [batch], number of tokens after t'.
     """
@@ -153,7 +153,7 @@ def cut_tail(
 
 
 def tail_places(rule: SoftmaxSpec, count: jax.Array, position: jax.Array) -> jax.Array:
-    """Whether each slot of a tail holds a token, [batch, c − 1 + p], given the numbers of tokens up to t' and after it, [batch]."""
+    """Whether each place of a tail holds a token, [batch, c − 1 + p], given the tokens up to t' and after it, [batch]."""
     places, c = jnp.arange(rule.window - 1 + rule.pending)[None], rule.window
     return (places >= c - 1 - count[:, None]) & (places < c - 1 + position[:, None])
 

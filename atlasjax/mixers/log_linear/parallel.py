@@ -20,8 +20,8 @@ class _Layout(NamedTuple):
     """A layout of packed segments. Each starts at a multiple of its own length rounded up to a power of two, so merges align.
 
     Attributes:
-      size: total number of slots, a power of two < 4 time; static.
-      place: slot of each token, [batch, time].
+      size: number of places, a power of two < 4 time; static.
+      place: place of each token, [batch, time].
       position: position of each token in its segment, [batch, time].
     """
 
