@@ -1,5 +1,7 @@
 """Mesa memories against flash-linear-attention's slow forms, exact and by conjugate gradients, and its layer in plain PyTorch."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ from flax import nnx
 from atlasjax import memory, rules
 from atlasjax.nn import HeadNormConfig, MesaConfig, ModelConfig
 from atlasjax.nn.mixers import MIXERS
-from tests.interop.test_naive import F, convolved, heads, naive, rms, torch, unit
+from tests.interop.fla_naive import F, close, compare, convolved, heads, naive, rms, torch, unit
 from tests.marks import some_slow
 
 BATCH, TIME, HEADS, DIM = 2, 48, 2, 8
@@ -23,7 +25,7 @@ def inputs():
     q, k, v = rng.standard_normal((3, BATCH, TIME, HEADS, DIM))
     alpha, beta = rng.uniform(0.8, 1.0, (BATCH, TIME, HEADS)), rng.uniform(0.0, 1.0, (BATCH, TIME, HEADS))
     arrays = unit(q), unit(k), v, np.log(alpha), rng.uniform(0.5, 1.5, (HEADS, DIM)), beta
-    return [x.astype(np.float32) for x in arrays]
+    return {name: x.astype(np.float32) for name, x in zip(NAMES, arrays, strict=True)}
 
 
 def ours(rule, q, k, v, g, lamb, beta):
@@ -36,29 +38,14 @@ def theirs(name, *arrays):
     return getattr(naive("mesa_net"), name)(*arrays, **({"chunk_size": 16} if name.endswith("CG") else {}))
 
 
-def close(found, expected, tolerance, name):
-    expected = expected.detach().numpy()
-    error = np.abs(np.asarray(found) - expected).max() / np.abs(expected).max()
-    assert error < tolerance, (name, error)
-
-
 # Its conjugate gradients end early: 1e-5 is added to every denominator.
 @pytest.mark.parametrize(
     ("name", "tolerance"), [("naive_mesa_net_exact", 2e-5), ("naive_mesa_net_CG", 2e-2)], ids=["exact", "CG"]
 )
 @pytest.mark.parametrize("solver", some_slow(["conjugate_gradient", "exact"], ["exact"]))
 def test_values_and_gradients(name, tolerance, solver):
-    arrays, rule = inputs(), rules.mesa(solver)
-    tensors = [torch.tensor(x, requires_grad=True) for x in arrays]
-    expected = theirs(name, *tensors)
-    found = ours(rule, *map(jnp.asarray, arrays))
-    for label, a, b in zip(("y", "H", "G"), found, expected, strict=True):
-        close(a, b, tolerance, label)
-    weights = np.random.default_rng(1).standard_normal(expected[0].shape).astype(np.float32)
-    (expected[0] * torch.tensor(weights)).sum().backward()
-    graded = jax.jit(jax.grad(lambda *x: jnp.sum(weights * ours(rule, *x)[0]), argnums=range(6)))
-    for label, a, b in zip(NAMES, graded(*map(jnp.asarray, arrays)), tensors, strict=True):
-        close(a, b.grad, tolerance, label)
+    """y, H and G."""
+    compare(functools.partial(ours, rules.mesa(solver)), functools.partial(theirs, name), inputs(), tolerance)
 
 
 @pytest.mark.parametrize("gate", [False, True])

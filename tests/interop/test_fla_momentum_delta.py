@@ -2,8 +2,6 @@
 against its layer (`layers/momentum_deltanet.py`) in plain PyTorch around that recurrence, because the layer itself needs Triton."""
 
 import functools
-import importlib.metadata
-import importlib.util
 
 import jax
 import jax.numpy as jnp
@@ -14,27 +12,14 @@ from flax import nnx
 from atlasjax import memory, rules
 from atlasjax.nn import GatedDeltaNetConfig, HeadNormConfig, ModelConfig
 from atlasjax.nn.mixers import MIXERS
+from tests.interop.fla_naive import F, compare, convolved, naive, rms, torch, unit
 from tests.memory.cases import assert_close
-
-NEEDS = "needs the extra 'oracle' or 'interop' (torch, einops, fla-core)"
-torch = pytest.importorskip("torch", reason=NEEDS)
-pytest.importorskip("einops", reason=NEEDS)
-try:
-    FLA = importlib.metadata.distribution("fla-core")
-except importlib.metadata.PackageNotFoundError:
-    pytest.skip(NEEDS, allow_module_level=True)
 
 BATCH, TIME, HEADS, KEY, VALUE = 2, 45, 3, 5, 10
 
 
-@functools.cache
-def recurrence():
-    """fla's function, without its package, which needs Triton."""
-    path = FLA.locate_file("fla/ops/momentum_delta_rule/naive.py")
-    spec = importlib.util.spec_from_file_location("naive_momentum_delta_rule", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.recurrent_momentum_delta_rule_ref
+def recurrence(*arrays, **options):
+    return naive("momentum_delta_rule").recurrent_momentum_delta_rule_ref(*arrays, **options)
 
 
 def tokens():
@@ -48,13 +33,14 @@ def tokens():
         normal(*k.shape), k / np.linalg.norm(k, axis=-1, keepdims=True), normal(BATCH, TIME, HEADS, VALUE), *gates,
         normal(BATCH, HEADS, KEY, VALUE), normal(BATCH, HEADS, KEY, VALUE),
     )  # fmt: skip
-    return [x.astype(np.float32) for x in arrays]
+    names = ("q", "k", "v", "alpha", "mu", "beta", "eta", "S", "M")
+    return {name: x.astype(np.float32) for name, x in zip(names, arrays, strict=True)}
 
 
 def theirs(times_alpha, *inputs):
     q, k, v, log_alpha, log_mu, beta, eta, S, M = inputs
     p = k * log_alpha.exp()[..., None] if times_alpha else k
-    return recurrence()(q, k, v, log_alpha, log_mu, p, beta, eta, 1.0, S, M, output_final_state=True)
+    return recurrence(q, k, v, log_alpha, log_mu, p, beta, eta, 1.0, S, M, output_final_state=True)
 
 
 def ours(times_alpha, *inputs):
@@ -71,33 +57,17 @@ def ours(times_alpha, *inputs):
 @pytest.mark.parametrize("times_alpha", [True, False])
 def test_rule(times_alpha):
     """Outputs, the state and all gradients, from a state that is not zero."""
-    inputs = tokens()
-    total = lambda y, state, sin: (sin(y) * y).sum() + sin(state).sum()
-    of_torch = [torch.tensor(x, requires_grad=True) for x in inputs]
-    expected = theirs(times_alpha, *of_torch)
-    total(*expected, torch.sin).backward()
-
-    def run(*inputs):
-        y, state = ours(times_alpha, *inputs)
-        return total(y, state, jnp.sin), (y, state)
-
-    (_, got), gradients = jax.jit(jax.value_and_grad(run, range(len(inputs)), has_aux=True))(*map(jnp.asarray, inputs))
-    assert_close(got, tuple(x.detach().numpy() for x in expected), 2e-6)
-    for name, ours_, theirs_ in zip(
-        ["q", "k", "v", "alpha", "mu", "beta", "eta", "S", "M"], gradients, of_torch, strict=True
-    ):
-        assert_close(ours_, theirs_.grad.numpy(), 2e-5, name)
+    ours_, theirs_ = (functools.partial(function, times_alpha) for function in (ours, theirs))
+    compare(ours_, theirs_, tokens(), 2e-6, gradient_tolerance=2e-5)
 
 
 def layer(x, w, heads, negative):
     """fla's `MomentumDeltaNet.forward` with default arguments, which divides queries by √KEY. w: our parameters as tensors."""
-    F, groups = torch.nn.functional, w["dt_bias"].shape[0] // heads
-    unit = lambda a: a * torch.rsqrt(a.square().sum(-1, keepdim=True) + 1e-6)
+    groups = w["dt_bias"].shape[0] // heads
     inputs = torch.einsum("btd,dhk->bthk", x, w["inputs"]["linear"]["kernel"])
     taps = w["inputs"]["conv"]["kernel"].flatten(1).T[:, None]  # [channels, 1, taps]
-    channels = inputs[..., : taps.shape[0] // heads].flatten(2).transpose(1, 2)
-    mixed = F.silu(F.conv1d(channels, taps, padding=taps.shape[-1] - 1, groups=len(taps))[..., : x.shape[1]])
-    q, k, v = mixed.transpose(1, 2).unflatten(-1, (heads, -1)).split([KEY, KEY, groups * VALUE], -1)
+    mixed = convolved(inputs[..., : taps.shape[0] // heads].flatten(2), taps)
+    q, k, v = mixed.unflatten(-1, (heads, -1)).split([KEY, KEY, groups * VALUE], -1)
     q, k = q.repeat_interleave(groups, 2), k.repeat_interleave(groups, 2)
     v, g = (a.flatten(2).unflatten(-1, (heads * groups, VALUE)) for a in (v, inputs[..., 2 * KEY + groups * VALUE :]))
 
@@ -109,8 +79,8 @@ def layer(x, w, heads, negative):
     beta = torch.sin(theta) ** 2 * F.sigmoid(b) * (2.0 if negative else 1.0)
     log_alpha = (torch.cos(theta) ** 2).log() - A * F.softplus(a + w["dt_bias"])
     q, k = unit(q - D[:, None] * k), unit(k)
-    y, _ = recurrence()(q, k, v, log_alpha, log_mu, k * log_alpha.exp()[..., None], beta, eta)
-    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-5) * w["norm"]["scale"] * F.silu(g)
+    y, _ = recurrence(q, k, v, log_alpha, log_mu, k * log_alpha.exp()[..., None], beta, eta)
+    y = rms(y, w["norm"]["scale"], 1e-5) * F.silu(g)
     return y.flatten(2) @ w["out"]["kernel"]
 
 

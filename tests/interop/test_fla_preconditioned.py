@@ -7,10 +7,7 @@ import pytest
 
 from atlasjax import memory, rules
 from atlasjax.mixers.curvature import preconditioned_keys
-
-NEEDS = "needs the extra 'oracle' (torch, einops, fla-core)"
-torch = pytest.importorskip("torch", reason=NEEDS)
-fla = pytest.importorskip("tests.interop.test_naive", reason=NEEDS)
+from tests.interop.fla_naive import compare, naive
 
 BATCH, TIME, HEADS, KEY, VALUE = 2, 37, 2, 4, 5  # tokens of more than one block
 CENTER = np.array([-0.2, 0.6], np.float32)
@@ -36,8 +33,8 @@ def pgdn(q, k, v, g, beta, g_a, beta_a, center):
 
 
 def their_pgdn(q, k, v, g, beta, g_a, beta_a, center):
-    naive = fla.naive("precond_gated_delta_rule").naive_recurrent_precond_gated_delta_rule
-    return naive(q, k, v, g_a, g, beta_a, beta, log_atk_scale=center)[0]
+    recurrence = naive("precond_gated_delta_rule").naive_recurrent_precond_gated_delta_rule
+    return recurrence(q, k, v, g_a, g, beta_a, beta, log_atk_scale=center)[0]
 
 
 def pkda(q, k, v, g, beta, g_a, beta_a, center):
@@ -46,7 +43,7 @@ def pkda(q, k, v, g, beta, g_a, beta_a, center):
 
 
 def their_pkda(q, k, v, g, beta, g_a, beta_a, center):
-    return fla.naive("precond_kda").naive_recurrent_precond_kda(q, k, v, g, g_a, beta_a, beta, log_atk_scale=center)[0]
+    return naive("precond_kda").naive_recurrent_precond_kda(q, k, v, g, g_a, beta_a, beta, log_atk_scale=center)[0]
 
 
 def comba(q, k, v, g, beta, p):
@@ -55,7 +52,7 @@ def comba(q, k, v, g, beta, p):
 
 def their_comba(q, k, v, g, beta, p):
     """Their chunk form is what their kernels compute. `naive_recurrent_comba` is another function: it decays first."""
-    return fla.naive("comba").naive_chunk_comba(q, k, v, p, g, beta, chunk_size=8)[0]
+    return naive("comba").naive_chunk_comba(q, k, v, p, g, beta, chunk_size=8)[0]
 
 
 @pytest.mark.parametrize(("us", "them"), [(pgdn, their_pgdn), (pkda, their_pkda), (comba, their_comba)])
@@ -67,17 +64,13 @@ def test_values_and_gradients(us, them):
     q, k, v = normal(BATCH, TIME, HEADS, KEY), normal(BATCH, TIME, HEADS, KEY), normal(BATCH, TIME, heads, VALUE)
     k /= np.linalg.norm(k, axis=-1, keepdims=True)
     g = np.log(uniform(0.8, BATCH, TIME, heads, *([KEY] if us is pkda else [])))
-    given = [q, k, v, g, uniform(0, BATCH, TIME, heads)]
+    arrays = {"q": q, "k": k, "v": v, "g": g, "beta": uniform(0, BATCH, TIME, heads)}
     if us is comba:
-        given += [k * uniform(0.3, BATCH, TIME, HEADS, 1)]
+        arrays |= {"p": k * uniform(0.3, BATCH, TIME, HEADS, 1)}
     else:
-        given += [np.log(uniform(0.8, BATCH, TIME, HEADS)), uniform(0, BATCH, TIME, HEADS), CENTER]
-    weights = normal(BATCH, TIME, heads, VALUE)
-    tensors = [torch.tensor(x, requires_grad=True) for x in given]
-    expected = them(*tensors)
-    (expected * torch.from_numpy(weights)).sum().backward()
-    summed = lambda *x: (jnp.sum(weights * (y := us(*x))), y)
-    (_, got), gradients = jax.jit(jax.value_and_grad(summed, range(len(given)), has_aux=True))(*given)
-    for a, b in zip((got, *gradients), (expected, *(x.grad for x in tensors)), strict=True):
-        b = b.detach().numpy()
-        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
+        arrays |= {
+            "g_a": np.log(uniform(0.8, BATCH, TIME, HEADS)),
+            "beta_a": uniform(0, BATCH, TIME, HEADS),
+            "center": CENTER,
+        }
+    compare(us, them, arrays, 1e-5)

@@ -3,9 +3,6 @@
 Its own models need Triton; `test_peers.py` runs them in Triton's interpreter, which is too slow for long sequences.
 """
 
-import functools
-import importlib.metadata
-import importlib.util
 import json
 
 import jax.numpy as jnp
@@ -15,45 +12,8 @@ import pytest
 from atlasjax.interop import import_weights
 from atlasjax.train.load import load_run
 from tests.interop import peers
+from tests.interop.fla_naive import F, convolved, heads, naive, rms, torch, unit
 from tests.marks import some_slow
-
-NEEDS = "needs the extra 'oracle' or 'interop' (torch, einops, fla-core)"
-torch = pytest.importorskip("torch", reason=NEEDS)
-pytest.importorskip("einops", reason=NEEDS)
-F = torch.nn.functional
-try:
-    FLA = importlib.metadata.distribution("fla-core")
-except importlib.metadata.PackageNotFoundError:
-    pytest.skip(NEEDS, allow_module_level=True)
-
-
-@functools.cache
-def naive(operation):
-    """The module fla/ops/<operation>/naive.py, without its package, which needs Triton."""
-    spec = importlib.util.spec_from_file_location(
-        f"naive_{operation}", FLA.locate_file(f"fla/ops/{operation}/naive.py")
-    )
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def rms(x, weight, eps):
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
-
-
-def unit(x):
-    return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6)
-
-
-def heads(x, count):
-    return x.unflatten(-1, (count, -1))
-
-
-def convolved(x, weight):
-    """SiLU of a depthwise causal convolution over time."""
-    mixed = F.conv1d(x.transpose(1, 2), weight, padding=weight.shape[-1] - 1, groups=len(weight))
-    return F.silu(mixed[..., : x.shape[1]]).transpose(1, 2)
 
 
 def attn(kind, x, w, config):
