@@ -295,9 +295,7 @@ def linear_scan(
     Returns:
       y [slots, batch, heads, block, value_dim], and the memory after the last slot.
     """
-
     start = rule.start(params.weights)["W"]
-    over_heads = lambda function: jax.vmap(jax.vmap(jax.vmap(function), in_axes=(None, 0)), in_axes=(None, 0))
 
     def prepare_slot(params: MemoryParams, slot: Slot) -> tuple[Prepared, LinearTokens, Scored]:
         tokens = tokens_of(rule, params, slot)
@@ -319,12 +317,22 @@ def linear_scan(
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def group(W: jax.Array, xs: tuple[Slot, jax.Array | None]) -> tuple[jax.Array, jax.Array]:
         slots, resets = xs
-        blocks, tokens, scores = over_heads(prepare_slot)(params, slots)
+        blocks, tokens, scores = over_slots(prepare_slot)(params, slots)
         last, (before, u) = meshes.scan(step, W, (blocks, resets))
         return last, jax.vmap(jax.vmap(jax.vmap(read_slot)))(tokens, scores, before, u)
 
     W, y = in_groups(group, memory["W"], (slots, resets))
     return y, {"W": W}
+
+
+def over_slots(function: Callable[..., Tree]) -> Callable[..., Tree]:
+    """A function of one head's params and of a slot's arrays, over params [heads, …] and arrays [slots, batch, heads, …]."""
+
+    def mapped(params: MemoryParams, *arrays: object) -> Tree:
+        shared = (None, *(0 for _ in arrays))  # rows and slots have the same params
+        return jax.vmap(jax.vmap(jax.vmap(function), in_axes=shared), in_axes=shared)(params, *arrays)
+
+    return mapped
 
 
 _Slots = tuple[Slot, jax.Array | None]  # and whether each begins with a fresh memory

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from atlasjax.memory import blocks, meshes
 from atlasjax.memory.blocks import applied, before, dot, exact, outer, product_dtype, scaled_rows
 from atlasjax.memory.fast_weights.chunk import Slot, block_gates
-from atlasjax.memory.fast_weights.linear import in_groups
+from atlasjax.memory.fast_weights.linear import in_groups, over_slots
 from atlasjax.memory.fast_weights.spec import MemorySpec
 from atlasjax.memory.fast_weights.state import MemoryParams
 from atlasjax.memory.gates import Weights
@@ -122,7 +122,6 @@ def momentum_scan(
     """
     ((name, fresh),) = rule.start(params.weights).items()
     start = (fresh, rule.start_momentum({name: fresh[None]})[name][0])
-    over_rows = lambda function: jax.vmap(jax.vmap(function), in_axes=(None, 0))
     products = product_dtype(dtype)
 
     def read(reads: Reads, both: _Both, errors: jax.Array) -> jax.Array:
@@ -139,7 +138,7 @@ def momentum_scan(
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def group(both: _Both, xs: tuple[Slot, jax.Array | None]) -> tuple[_Both, jax.Array]:
         slots, resets = xs
-        block, reads = jax.vmap(over_rows(functools.partial(prepare, rule)), in_axes=(None, 0))(params, slots)
+        block, reads = over_slots(functools.partial(prepare, rule))(params, slots)
         last, (starts, errors) = meshes.scan(step, both, (block, resets))
         return last, jax.vmap(jax.vmap(jax.vmap(read)))(reads, starts, errors)
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from atlasjax.memory.blocks import product_dtype
 from atlasjax.memory.fast_weights.chunk import Slot
-from atlasjax.memory.fast_weights.linear import decayed_to_end, prepare, read, scores_of, tokens_of
+from atlasjax.memory.fast_weights.linear import decayed_to_end, over_slots, prepare, read, scores_of, tokens_of
 from atlasjax.memory.fast_weights.spec import MemorySpec
 from atlasjax.memory.fast_weights.state import MemoryParams
 from atlasjax.memory.gates import Weights
@@ -50,23 +50,13 @@ def linear_pass(
         return read(narrow, tokens, scores_of(rule, tokens).read, W, u).astype(dtype)
 
     # The scores of a block are as large as its tokens, so the backward pass computes them again.
-    found = jax.checkpoint(_over_heads(parts))(params, slots)
+    found = jax.checkpoint(over_slots(parts))(params, slots)
     found = found._replace(written=found.written.astype(narrow))
     start = rule.start(params.weights)["W"]
     before, u, last = memory_pass(
         found.written, found.removed, found.keys, found.added, found.decay, memory["W"], start, resets
     )
     wide = memory["W"].dtype
-    return jax.checkpoint(_over_heads(read_block))(params, slots, before.astype(wide), u.astype(wide)), {
+    return jax.checkpoint(over_slots(read_block))(params, slots, before.astype(wide), u.astype(wide)), {
         "W": last.astype(wide)
     }
-
-
-def _over_heads(function):  # type: ignore[no-untyped-def]
-    """A function of params of a head and what else a block of a head has, over [slots, batch, heads]."""
-
-    def mapped(params: MemoryParams, *of_blocks: object) -> object:
-        alone = lambda first: (first, *(0 for _ in of_blocks))
-        return jax.vmap(jax.vmap(jax.vmap(function), in_axes=alone(None)), in_axes=alone(None))(params, *of_blocks)
-
-    return mapped
