@@ -47,6 +47,7 @@ class Plan(NamedTuple):
 def plan(rule: MemorySpec, params: MemoryParams, dtype: jnp.dtype, time: int | None = None) -> Plan:
     """Sizes of a call of `time` tokens in `dtype` (None: many). Short calls use shorter chunks where that changes nothing."""
     dtype = blocks.product_dtype(dtype)
+    # A power of two, because blocks are halved (`decay_products`).
     few = _FREE_BLOCK if time is None else 1 << (time - 1).bit_length()
     if rule.is_linear or rule.is_linear_with_momentum:
         block = _FREE_BLOCK if rule.objective.gradient_is_value else _SYSTEM_BLOCK
@@ -59,10 +60,12 @@ def plan(rule: MemorySpec, params: MemoryParams, dtype: jnp.dtype, time: int | N
     chunk = min(_FREE_BLOCK, few) if rule.has_constant_gradient else rule.chunk_size
     if rule.uses_muon or rule.is_sequential:
         largest = max(math.prod(w.shape[1:]) for w in params.weights.values())
+        # Whole multiples of `every`, so that the last token of a block always writes.
         block = min(chunk, rule.optimizer.every * min(_FORMED_MATRICES, max(1, _FORMED_NUMBERS // largest)))
     elif rule.retention.gate == "channel":
         block = min(chunk, _CHANNEL_BLOCK)
     else:
+        # The fewest blocks of at most _DUAL_BLOCK tokens, made equally long, so that there is little padding.
         block = -(-chunk // -(-chunk // _DUAL_BLOCK))
     return Plan(chunk, block, -(-chunk // block) * block, dtype)
 
@@ -152,6 +155,7 @@ def gradient_factors(
     # Under shard_map the zeros must vary over devices like the inputs, otherwise their derivatives would be summed over devices.
     zeros = {name: jnp.zeros((k.shape[0], w.shape[0]), k.dtype) for name, w in weights.items()}
     zeros = meshes.vary_like(zeros, weights, k, v)
+    # The loss of a token depends on that token alone, so the gradient of the sum has each token's own in its row.
     left, (inputs, products, out) = jax.grad(total_loss, has_aux=True)(zeros)
     factors = {name: blocks.Factors(left[name], inputs[name]) for name in weights}
     return (
@@ -167,6 +171,7 @@ def mix(linear: structures.Linear, soup: Weights, gates: jax.Array, dtype: jnp.d
     def mixed(name: str, h: jax.Array) -> jax.Array:
         each = soup[name]
         weighed = (gates[:, 1:, None] * h[:, None]).reshape(h.shape[0], -1)
+        # One product for all memories: their weights side by side, the queries scaled by γ_i.
         others = blocks.dot(weighed, jnp.moveaxis(each, 0, 1).reshape(each.shape[1], -1).T, dtype)
         return gates[:, :1] * linear(name, h) + others
 
@@ -200,7 +205,9 @@ def _with_window(
     k, v = join(window.keys, k), join(window.values, v)
     if threshold is not None:
         threshold = join(window.thresholds, threshold)
+    # The last `count` entries of the window are tokens; at the start of a segment the others are left over from before.
     real = jnp.arange(k.shape[0]) >= (0 if first is None else first) + (c - 1 - count)
+    # The last c − 1 tokens of the chunk, not of the slot, which may end with padding.
     after = slice(plan.chunk, plan.chunk + c - 1)
     window = Window(k[after], v[after], window.thresholds if threshold is None else threshold[after])
     return k, v, threshold, real, window
@@ -227,6 +234,7 @@ def _gradients(
     if rule.step_bound is not None and decrease is not None:
         (name,) = gradients
         square = jnp.square(gradients[name].left) * jnp.sum(jnp.square(gradients[name].inputs), -1, keepdims=True)
+        # The bound of each channel for itself, before it is moved into the factors, where it cannot be told from the gradient.
         scale = blocks.capped(rule.step_bound, scale, decrease, square)
     if not rule.is_sequential:
         # Windows are one token long, so step sizes per row can be moved into the left factors.
@@ -278,6 +286,7 @@ def _in_turn(
 ) -> Written:
     """The blocks of a chunk, one after another. Each sees the window before it."""
     count = slot.q.shape[0] // plan.block
+    # In numpy, so that these indices are constants and XLA sees slices.
     rows = np.arange(count)[:, None] * plan.block + np.arange(plan.block + window - 1)
     parts = jax.tree.map(lambda x: x[rows], tokens)
     slots = jax.tree.map(lambda x: x.reshape(count, plan.block, *x.shape[1:]), slot)
@@ -320,6 +329,7 @@ def run_chunk(
     """
     k, v, threshold, real, window = _with_window(rule, plan, window, slot, first, count)
     several = slot.q.shape[0] > plan.block
+    # With it False the engine leaves out products that would only give ⟨∇, 0⟩.
     moved = (chunk_start is not None or several) and not rule.retention.decay_first
     origin = memory if chunk_start is None else chunk_start
     if rule.retention.decay_first:  # chunks are one token long, so its decay applies to the whole memory

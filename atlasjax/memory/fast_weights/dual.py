@@ -21,6 +21,7 @@ def dual_block(rule: MemorySpec, block: Block) -> Written:
     def linear(name: str, h: jax.Array) -> jax.Array:
         scaled = lambda a, weight: (
             blocks.applied(blocks.scaled_rows(a, h), weight, dtype)
+            # Scales the narrower of both sides of the product.
             if h.shape[1] <= weight.shape[0]
             else blocks.scaled_rows(a, blocks.applied(h, weight, dtype))
         )
@@ -29,6 +30,7 @@ def dual_block(rule: MemorySpec, block: Block) -> Written:
             assert c.memory_momentum is not None
             out = out + scaled(c.memory_momentum, momentum[name])
         left, inputs = factors[name]
+        # Attention without softmax: scores ⟨h_t, input_i⟩, weighed by C, times the left factors.
         return out + dot(blocks.applied(h, inputs, dtype) * c.memory_gradients, left, dtype)
 
     y = read(linear)
@@ -55,7 +57,7 @@ def channel_block(rule: MemorySpec, block: Block) -> Written:
     if origin is not None:
         gates = gates._replace(step_size=step_sizes.channel_steps(memory, momentum, origin, factors, gates))
     assert gates.retention is not None
-    (name,) = memory
+    (name,) = memory  # the checks of a rule leave only a matrix a decay per channel
     left, inputs = factors[name]
     a, pairwise = decay_products(gates.retention)  # [m, D], [m, m, D]
     D = -gates.step_size[:, None] * gates.gamma
@@ -76,6 +78,7 @@ def channel_block(rule: MemorySpec, block: Block) -> Written:
         return out + dot(scores, left, dtype)
 
     y = read(linear)
+    # a and C have one entry per input channel, so they scale columns of the weight.
     M = a[-1] * memory[name] + blocks.outer(left, C[-1] * inputs, dtype)
     if momentum is None:
         return {name: M}, None, y

@@ -36,6 +36,7 @@ def muon_block(rule: MemorySpec, block: Block) -> Written:
     updates = {name: orthogonal.updates(S, triples, m, channels=decay.ndim == 3) for name, S in momenta.items()}
 
     def linear(name: str, h: jax.Array) -> jax.Array:
+        # Decays h and not the memory: h is smaller, and one product serves all tokens.
         started = h if a is None else h * (a[:, None] if a.ndim == 1 else a)
         return applied(started, memory[name], dtype) + updates[name].read(h, decay, dtype)
 
@@ -62,5 +63,6 @@ def _momenta(
     assert momentum is not None
     assert gates.momentum_decay is not None
     beta, pairwise = decay_products(gates.momentum_decay)
+    # Without η, which for Muon scales the orthogonalized step and not the gradient.
     D = -exact(pairwise, gates.gamma)[tokens]
     return {name: orthogonal.Momenta(momentum[name], beta[tokens], D, factors[name]) for name in factors}

@@ -116,6 +116,7 @@ def tokens_of(rule: MemorySpec, params: MemoryParams, slot: Slot) -> LinearToken
         assert step_size is not None
         scaled = v * step_size if step_size.ndim == 2 else scaled_rows(step_size, v)
         return LinearTokens(query, decay, None, Added(key, scaled))
+    # `is` and not ==: `removal_of` returns the same array, and then one term has both removal and value.
     if removal.write is key:
         return LinearTokens(query, decay, removal._replace(target=v), None)
     added = Added(key, v if step_size is None else scaled_rows(removal.rate, v))
@@ -185,6 +186,7 @@ def prepare(rule: MemorySpec, dtype: jnp.dtype, tokens: LinearTokens, scores: Sc
 
     before, shift = start, not rule.retention.decay_first
     if start is not None and shift:
+        # Ã_t: the error is taken before the token's own decay.
         before = jnp.concatenate([jnp.ones_like(start[:1]), start[:-1]])
     assert scores is not None
     assert scores.written is not None
@@ -200,6 +202,7 @@ def prepare(rule: MemorySpec, dtype: jnp.dtype, tokens: LinearTokens, scores: Sc
         return Prepared(removed, right, (lower, removal.rate), write_end, added, last)
     # A single token (decoding) has no system to solve.
     inverse = jnp.ones_like(lower) if lower.shape[0] == 1 else unit_lower_inverse(scaled_rows(removal.rate, lower))
+    # (I + diag(rate) L)⁻¹ diag(rate), so that both right sides need one product.
     inverse = scaled_columns(removal.rate, inverse)
     return Prepared(exact(inverse, removed), exact(inverse, right), None, write_end, added, last)
 
@@ -212,6 +215,8 @@ def advance(W: jax.Array, block: Prepared) -> tuple[jax.Array, jax.Array | None]
         assert block.written is not None
         assert block.write_end is not None
         u = block.written - applied(block.removed, W, W.dtype)
+        # Each channel of the value has a system of its own, and inverses of all would be [value_dim, m, m]; so U is solved for
+        # here.
         if block.system is not None:
             u = _substitute(*block.system, u)
         after = after + outer(u, block.write_end, W.dtype)
@@ -249,6 +254,7 @@ def _from_start_and_to_end(decay: jax.Array | None) -> tuple[jax.Array | None, j
         start, pairwise = decay_products(decay)
         return start, pairwise[-1]
     m = decay.shape[0]
+    # Decays of 1 after the last token change no product.
     padded = 1 << (m - 1).bit_length()
     start = jnp.pad(decay, ((0, padded - m), (0, 0)), constant_values=1.0)[:, None]
     end, whole = jnp.ones_like(start), start

@@ -76,6 +76,7 @@ def scan(
     if kernel_of(rule) == "delta_rule":
         y, memory = delta_rule(query, key, v, beta, gates.retention, implementation=implementation, **options)
     else:
+        # The kernel has one form, with a decay per channel.
         decay = jnp.ones((), wide) if gates.retention is None else gates.retention.astype(wide)
         if decay.ndim < 4:
             decay = jnp.broadcast_to(decay[..., None], query.shape)

@@ -65,6 +65,7 @@ def prepare(rule: MemorySpec, params: MemoryParams, slot: Slot) -> tuple[Prepare
     a, s, b = c.memory_start, c.memory_momentum, c.momentum_start
     assert s is not None
     assert b is not None
+    # At full precision: rounding here goes through the inverse of the system.
     products = applied(jnp.concatenate([k, q]), k, wide, jax.lax.Precision.HIGHEST)
     of_keys, of_queries = jnp.split(products, 2)
 
@@ -76,6 +77,7 @@ def prepare(rule: MemorySpec, params: MemoryParams, slot: Slot) -> tuple[Prepare
 
     from_start = lambda a, s, x: jnp.concatenate([x if a is None else scaled_rows(a, x), scaled_rows(s, x)], axis=1)
     start = decayed(from_start(None if a is None else before(a, 1.0), before(s, 0.0), k))
+    # Row t of the error reads the memory before it, hence `before`.
     lower = -decayed(before(c.memory_gradients, 0.0) * of_keys)
     inverse = blocks.unit_lower_inverse(lower)
     of_end = (scaled_rows(weights[-1], k) for weights in (c.memory_gradients, c.momentum_gradients))

@@ -27,6 +27,7 @@ def head_scores(
     pairwise = jnp.tril(jnp.ones((m, m), keys[0].dtype)) if decay is None else decay_products(decay)[1]
 
     def masked(mask: Mask) -> jax.Array:
+        # Row t of the shifted products is row t − 1, which excludes i = t by itself.
         if mask.shift and decay is not None:
             return jnp.concatenate([jnp.zeros_like(pairwise[:1]), pairwise[:-1]])
         return jnp.tril(pairwise, -1) if mask.strict else pairwise
@@ -46,6 +47,7 @@ def channel_scores(
     m, _ = decay.shape
     padding = (0, (1 << (m - 1).bit_length()) - m)
     padded = lambda x, fill: jnp.pad(x, (padding, *((0, 0),) * (x.ndim - 1)), constant_values=fill)
+    # A part of one token has only its own score, which a strict or shifted mask leaves out.
     diagonal = lambda q, k, mask: jnp.zeros_like(q[:, 0]) if any(mask) else row_sums(q * k)
     scores = jnp.stack([jnp.stack([diagonal(q, k, mask) for k in keys], 1) for q, mask in zip(queries, masks)], 1)
     decayed = [q if mask.shift else q * decay for q, mask in zip(queries, masks)]
@@ -55,6 +57,7 @@ def channel_scores(
     # Queries are decayed from their part's start to t (shift: t − 1), keys from i + 1 to their part's end. whole: a part's decay.
     while scores.shape[0] > 1:
         (first_q, second_q), (first_k, second_k), (first, second) = map(neighbours, (rows, columns, whole))
+        # All decays between both are in the two factors, each at most 1, so nothing overflows as quotients of decays would.
         across = exact(second_q, first_k.mT)
         first_scores, second_scores = neighbours(scores)
         above = jnp.concatenate([first_scores, jnp.zeros_like(across)], axis=2)

@@ -42,6 +42,7 @@ def mapped_block(rule: MemorySpec, block: Block) -> Written:
     """(A, S, y) after the block, for an optimizer that is linear in the gradient. Arguments as in `dual.dual_block`."""
     memory, momentum, factors, gates, origin, read, dtype = block
     m, expanded = gates.gamma.shape
+    # Row t has the c tokens whose losses token t minimizes.
     window = np.arange(m)[:, None] + np.arange(expanded - m + 1)
     gamma = jnp.take_along_axis(gates.gamma, window, axis=1)
     gradients = {name: Factors(gamma[:, :, None] * f.left[window], f.inputs[window]) for name, f in factors.items()}
@@ -62,11 +63,13 @@ def mapped_block(rule: MemorySpec, block: Block) -> Written:
             eta = eta * _left_over(rule, stored, momentum, weights, token)
         steps = {name: -exact((eta * f.left).T, f.inputs) for name, f in token.gradient.items()}
         if momentum is not None:
+            # S without β, which scales only what M takes of it.
             steps = momentum = {name: token.momentum_decay * momentum[name] + step for name, step in steps.items()}
             if token.write_size is not None:
                 steps = {name: scaled(token.write_size, step) for name, step in steps.items()}
         a = token.retention
         stored = {name: (w if a is None else scaled(a, w)) + steps[name] for name, w in stored.items()}
+        # The map is not linear, so no read can be a sum over gradients.
         stored, weights = rule.stored_and_mapped(stored)
         y = read.apply(lambda name, h: dot(weights[name], h.T, dtype).T, jax.tree.map(lambda x: x[None], token.queries))
         return (stored, momentum, weights), y[0]
@@ -75,6 +78,7 @@ def mapped_block(rule: MemorySpec, block: Block) -> Written:
         gradients, gates.retention, step_size, gates.momentum_decay, gates.write_size, bounded, read.queries
     )
     carry = (memory, momentum, rule.weights(memory))
+    # Each token's matrices are computed again: stored, they would be as many memories as tokens.
     (memory, momentum, _), y = meshes.scan(jax.checkpoint(write, prevent_cse=False), carry, tokens)
     return memory, momentum, y
 

@@ -31,6 +31,7 @@ def _twice_symmetric(x: jax.Array) -> jax.Array:
 def _scale(square: jax.Array) -> jax.Array:
     """1 / (‖S‖ + ε) from ‖S‖², zero if S is zero."""
     nonzero = square > 0
+    # The derivative of a root at 0 is infinite, also where it is not selected.
     norm = jnp.sqrt(jnp.where(nonzero, square, 1.0))
     return jnp.where(nonzero, 1.0 / (norm + EPSILON), 0.0)
 
@@ -45,8 +46,10 @@ def polynomial(gram: jax.Array, triples: tuple[Triple, ...]) -> jax.Array:
     Returns:
       [..., d, d], symmetric. Zero if S is zero.
     """
+    # The trace of S Sᵀ is ‖S‖²_F.
     scale = _scale(jnp.trace(gram, axis1=-2, axis2=-1)[..., None, None])
     identity = jnp.eye(gram.shape[-1], dtype=gram.dtype)
+    # Q maps S and not S/‖S‖, so one factor of the scale remains outside.
     return scale * _chain(gram * (scale * scale), triples) if triples else scale * identity
 
 
@@ -76,6 +79,7 @@ def _chain_jvp(
     q = p = _polynomial(a, triples[0])
     dq = dp = slope(triples[0])
     for triple in triples[1:]:
+        # Before `a` is replaced: it is the derivative of P A P at the present A.
         da = _twice_symmetric(_dot(0.5 * _dot(p, da) + _dot(dp, a), p))
         a = _dot(_dot(p, a), p)
         p, dp = _polynomial(a, triple), slope(triple)

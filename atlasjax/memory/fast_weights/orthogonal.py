@@ -107,6 +107,7 @@ def updates(momenta: Momenta, triples: tuple[Triple, ...], tokens: int, *, chann
     if channels or not _without_forming(rows, columns, count, factors, tokens, triples):
         return Formed(newton_schulz.orthogonalized(momenta.formed(), triples))
     left, inputs = momenta.factors
+    # More rows than columns: Sᵀ in place of S, since Q must be of the shorter side.
     if left.shape[1] > inputs.shape[1]:
         return _polynomials(True, momenta, momenta.start.T, inputs, left, triples)
     return _polynomials(False, momenta, momenta.start, left, inputs, triples)
@@ -129,6 +130,7 @@ def _polynomials(
     """start: [r, n]; rows: [E, r]; columns: [E, n]."""
     beta = momenta.beta[:, None, None]
     rows = momenta.coefficients[:, :, None] * rows[None]
+    # With ½ here, H + Hᵀ counts each pair of gradients once, and the Gram matrix is exactly symmetric.
     half = beta * exact(columns, start.T)[None] + 0.5 * exact(exact(columns, columns.T), rows)
     half = exact(half.mT, rows)
     grams = beta * beta * exact(start, start.T)[None] + (half + half.mT)

@@ -77,7 +77,9 @@ def pack(
     if head is not None:
         # The chunk after the head's comes first.
         shift = (head > 0)[:, None]
+        # Out of range, and distinct, because the scatter declares its indices unique.
         place = jnp.where(t < head[:, None], places + t, place - shift * chunk)
+        # The grid keeps its size: the head's chunk is gone, and an empty one stands at the end.
         marks = jnp.where(shift, jnp.pad(marks[:, 1:], ((0, 0), (0, 1)), constant_values=EMPTY), marks)
     if gates.window_weights is not None and segment_ids is not None:
         # A window ends at the start of its segment. Between its tokens there is no padding.

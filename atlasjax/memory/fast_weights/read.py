@@ -48,6 +48,7 @@ def read_mixed(
     """
     x = rule.features.apply(params.coefficients, q)
     zero = lambda name, h: jnp.zeros((h.shape[0], weights[name].shape[1]), h.dtype)
+    # `mix` counts the memory being written first; here there is none.
     shares = jnp.concatenate([jnp.zeros_like(gamma[:, :1]), gamma], axis=1)
     skip = residual(rule, params, q)
     y = rule.structure.apply(mix(zero, weights, shares, dtype), x, skip, params.norm)

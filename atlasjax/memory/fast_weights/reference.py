@@ -39,6 +39,7 @@ def _gradient(
 ) -> dict:  # fmt: skip
     """g_t: the gradient of the window's losses, weighted by γ, at the memory `weights`."""
     reads = lambda weights: lambda x: read_weights(rule, params, weights, x)
+    # Not differentiated: what delta keys remove is read at the memory, but is no variable of the loss.
     constant = reads(weights)
 
     def loss(weights: dict, k: jax.Array, v: jax.Array, threshold: jax.Array) -> jax.Array:
@@ -107,6 +108,7 @@ def _token(rule: MemorySpec, params: MemoryParams, initial: dict, carry: dict, t
     keys = jnp.concatenate([token["k"][None], carry["keys"]])
     values = jnp.concatenate([token["v"][None], carry["values"]])
     thresholds = jnp.concatenate([token["threshold"][None], carry["thresholds"]])
+    # `count` tokens of the segment precede this one, which is entry 0.
     real = jnp.arange(rule.window) <= carry["count"]
 
     gamma = jnp.where(real, token["window_weights"], 0.0)
@@ -124,6 +126,7 @@ def _token(rule: MemorySpec, params: MemoryParams, initial: dict, carry: dict, t
     if rule.optimizer.is_implicit:
         S, M = carry["S"], {"W": _minimizer(rule, params, decay(carry["M"])["W"], token)}
     else:
+        # Counted from the chunk's start, so the last token of a chunk writes whenever `every` divides its size.
         writes = (carry["position"] + 1) % rule.optimizer.every == 0
         eta = jnp.where(writes, eta, 0.0)
         M, S = rule.write(carry["M"], carry["S"], g, alpha, eta, theta, token["write_size"])

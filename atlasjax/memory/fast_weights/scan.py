@@ -38,6 +38,7 @@ def xla_scan(
     soup: other memories to mix with this one in every read, only for a rule without `is_linear`.
     by_kernel: whether the memory of a rule with `is_linear` goes from block to block in a GPU kernel.
     """
+    # Before anything else, so that every form of the engine sees the same θ.
     tokens = tokens._replace(gates=rule.within_horizon(tokens.gates))
     q, k, v, gates, segment_ids = tokens
     wide = wide_dtype(q.dtype)
@@ -51,6 +52,7 @@ def xla_scan(
     def put(x: MaybeArray, fill: float) -> MaybeArray:
         return None if x is None else to_slots(x.astype(wide), sizes, where, fill)
 
+    # Padding has γ = 0 besides η = 0, because Muon's momentum takes γ without η.
     gamma = jnp.ones((batch, time, heads, 1), wide) if gates.window_weights is None else gates.window_weights
     write_size = gates.write_size
     if write_size is None and rule.optimizer.is_linear and rule.optimizer.has_momentum:
@@ -73,6 +75,7 @@ def xla_scan(
     )
 
     carry = Carry(state.memory, state.momentum, window_of(state), state.chunk_start or state.memory)
+    # States of float64 calls may come from float32 ones; a loop's carry must keep its dtype.
     carry = jax.tree.map(lambda x: x.astype(wide), carry)
     operands = (
         jax.tree.map(lambda x: x.astype(wide), params),
@@ -98,6 +101,7 @@ def _run_slots(
     if rule.is_linear:
         run_blocks = linear_pass if by_kernel else linear_scan
         y, memory = run_blocks(rule, dtype, params, carry.memory, inputs[0], inputs[2])
+        # Where the chunk size has no effect, every token is a chunk's end.
         return y, carry._replace(memory=memory, chunk_start=memory)
     if rule.is_linear_with_momentum:
         y, memory, momentum = momentum_scan(rule, dtype, params, carry.memory, carry.momentum, inputs[0], inputs[2])
@@ -106,6 +110,8 @@ def _run_slots(
     lanes = cpu_lanes(sizes, params)
     if lanes == 1:
         return run(1, *operands)
+    # Both branches are traced, and the compiler keeps that of its platform. So a program that is compiled here for a TPU has no
+    # lanes.
     return jax.lax.platform_dependent(*operands, cpu=functools.partial(run, lanes), default=functools.partial(run, 1))
 
 
@@ -161,9 +167,11 @@ def state_after(
     _, k, v, gates, segment_ids = tokens
     memory = carry.memory
     if where.overflow is not None:
+        # No error can be raised in compiled code. NaN is seen at once; a state without some documents is not.
         memory = choose(where.overflow, jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), memory), memory)
     chunk_start = None
     if state.chunk_start is not None:
+        # At position 0 the next token begins a chunk, whose start is the memory of now.
         chunk_start = choose(where.position == 0, memory, carry.chunk_start)
 
     def tail(old: jax.Array | None, new: jax.Array | None) -> jax.Array | None:
@@ -187,6 +195,7 @@ def window_after(old: jax.Array, new: jax.Array, lengths: jax.Array | None = Non
     size, new = old.shape[2], jnp.moveaxis(new, 1, 2).astype(old.dtype)
     if lengths is None:
         return jnp.concatenate([old, new[:, :, -size:]], axis=2)[:, :, -size:]
+    # A row that ends early has its window there, not at the row's end.
     both = jnp.concatenate([old, new], axis=2)
     last = lambda x, n: jax.lax.dynamic_slice_in_dim(x, n, size, axis=1)
     return jax.vmap(last)(both, lengths)

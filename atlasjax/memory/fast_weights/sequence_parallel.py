@@ -46,6 +46,7 @@ def scan_part(
     ((name, M),) = before.memory.items()
     out, channels = M.shape[-2:]
     identity = jnp.broadcast_to(jnp.eye(channels, dtype=M.dtype), (*M.shape[:2], channels, channels))
+    # Only the product with P may carry M_0 in, or each device would count it once more.
     start = before._replace(memory={name: jnp.concatenate([jnp.zeros_like(M), identity], axis=2)})
     fresh = params.weights[name]
     wide = params._replace(
@@ -56,6 +57,7 @@ def scan_part(
         last_ids = jax.lax.all_gather(segment_ids[:, -1].astype(before.segment.dtype), axes)  # [devices, batch]
         start = start._replace(segment=jnp.where(me == 0, before.segment, last_ids[me - 1]))
         last_segment = last_ids[-1]
+    # Values of zero: these rows show what the part does to any memory, P.
     no_values = jnp.zeros((*v.shape[:-1], channels), v.dtype)
     y, after = run(wide, start, *tokens._replace(v=jnp.concatenate([v, no_values], axis=-1)))
 

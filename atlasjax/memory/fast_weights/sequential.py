@@ -39,6 +39,7 @@ def sequential_block(rule: MemorySpec, block: Block) -> Written:
     if m > 1 and rule.optimizer.every > 1:
         writes = (jnp.arange(m) + 1) % rule.optimizer.every == 0
         step_size = jnp.where(writes.reshape(-1, *(1,) * (step_size.ndim - 1)), step_size, 0.0)
+    # Formed, because a user's optimizer takes a gradient as a matrix.
     form = lambda f: jnp.einsum("te,eo,ei->toi", gates.gamma, f.left, f.inputs, precision=jax.lax.Precision.HIGHEST)
     gradients = {name: form(f) for name, f in factors.items()}
     decrease = scale = None
@@ -58,6 +59,7 @@ def sequential_block(rule: MemorySpec, block: Block) -> Written:
             step_size = _bounded(rule, origin, before, momentum, gradient, step_size, theta, decrease, scale)
         after = rule.write(memory, momentum, gradient, retention, step_size, theta, write_size)
         if real is not None:
+            # An optimizer or retention of one's own need not be a no-op for the gates of padding.
             after = jax.tree.map(lambda new, old: jnp.where(real > 0, new, old), after, carry)
         return after, after[0]
 

@@ -21,8 +21,8 @@ from atlasjax.memory.grid import Tree, choose
 from atlasjax.memory.products import wide_dtype
 
 _GROUP_TOKENS = 32  # chunks shorter than this share one checkpoint
-_CPU_LANES = 4
-_LANE_NUMBERS = 2**20
+_CPU_LANES = 4  # a few: each adds compile time
+_LANE_NUMBERS = 2**20  # tokens times weights; a smaller product is too short to be worth a lane
 
 
 def to_slots(x: jax.Array, plan: Plan, where: grid.Layout, fill: float) -> jax.Array:
@@ -31,6 +31,7 @@ def to_slots(x: jax.Array, plan: Plan, where: grid.Layout, fill: float) -> jax.A
     x = grid.lay_chunks(x, where.num_slots, size, where.place, fill)
     if size < plan.width:
         pad = ((0, 0), (0, 0), (0, plan.width - size), *((0, 0),) * (x.ndim - 3))
+        # Pads each chunk to whole blocks, with gates that make the padding a no-op.
         x = jnp.pad(x, pad, constant_values=fill)
     return jnp.swapaxes(x, 2, 3)
 
@@ -70,6 +71,8 @@ def cpu_lanes(sizes: Plan, params: MemoryParams) -> int:
     return math.gcd(heads, _CPU_LANES) if sizes.width * largest >= _LANE_NUMBERS else 1
 
 
+# In `lax.scan`, where nearly all slots are, XLA cannot merge what is computed again with the first time, so barriers against it
+# would only cost time.
 _checkpoint = functools.partial(jax.checkpoint, prevent_cse=False)
 
 
@@ -77,6 +80,7 @@ def _of_all_rows(rule: MemorySpec, sizes: Plan, wide: jnp.dtype) -> _ChunkFn:
     """`run_chunk` of every batch element and head."""
 
     def chunk(params, chunk_start, memory, momentum, window, slot, first, count, mixed):
+        # Here and not before the loop: only one slot at a time is held in the wide dtype.
         slot = slot._replace(q=slot.q.astype(wide), k=slot.k.astype(wide), v=slot.v.astype(wide))
         return run_chunk(rule, sizes, params, chunk_start, memory, momentum, window, slot, first, count, mixed)
 
@@ -142,6 +146,7 @@ def _in_groups(
 ) -> tuple[_Lanes, tuple[jax.Array, ...]]:
     """Slots, a multiple of `size`. Those of a group, which are short, share a stored boundary state."""
     outer = _checkpoint(lambda c, x: meshes.scan(lambda c, x: run_slot(c, x, None, chunk_fn), c, x))
+    # Short chunks would otherwise store nearly as many memories as there are tokens.
     groups = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), xs)
     carries, y = meshes.scan(outer, carries, groups)
     return carries, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), y)
@@ -190,6 +195,8 @@ def scan_slots(
     carries, xs, outputs = _split(carry, lanes, 1), (_split(inputs[0], lanes, 2), inputs[1:]), []
     remaining = inputs[1].shape[0]
     if first is not None:
+        # Only the first slot may begin inside a chunk. Apart, so that the loop over the others needs no selection of chunk
+        # starts.
         carries, y = run_slot(carries, jax.tree.map(lambda x: x[0], xs), first, _checkpoint(from_carry))
         outputs.append(jax.tree.map(lambda x: x[None], y))
         xs = jax.tree.map(lambda x: x[1:], xs)
@@ -201,6 +208,7 @@ def scan_slots(
         xs = jax.tree.map(lambda x: x[grouped:], xs)
         remaining -= grouped
     if remaining:
+        # A call of one chunk from a fresh memory: every row has the same start.
         only = fresh and inputs[1].shape[0] == 1 and first is None and all(x is None for x in inputs[2:])
         chunk_fn = _checkpoint(from_start if only else from_carry)
         carries, y = meshes.scan(lambda c, x: run_slot(c, x, None, chunk_fn), carries, xs)

@@ -36,12 +36,14 @@ def xla_step(
     """One token, without the time axis. soup: see `xla_scan`."""
     q = tokens.q
     wide = wide_dtype(q.dtype)
+    # Chunk 1 is the layout of one token; where chunks begin and end is in `position`, not here.
     sizes = Plan(1, 1, 1, product_dtype(q.dtype))
 
     slot = _slot(rule, state, tokens, soup)
     count = window_count_of(state)
     if rule.is_linear:
         up_params = jax.tree.map(lambda x: x.astype(wide), params)
+        # The engine's axis of slots.
         one = jax.tree.map(lambda x: x[None], slot)
         y, memory = linear_scan(rule, q.dtype, up_params, widened(state.memory, wide), one, None)
         return y[0, :, :, 0], state._replace(memory=memory)
@@ -79,6 +81,7 @@ def _slot(rule: MemorySpec, state: MemoryState, tokens: Tokens, soup: Soup | Non
     if rule.optimizer.every > 1 and state.position is not None:
         assert step_size is not None
         writes = (state.position + 1) % rule.optimizer.every == 0
+        # The engine takes a slot of one token as a write; with η = 0 it is none.
         step_size = jnp.where(writes.reshape(-1, *(1,) * (step_size.ndim - 1)), step_size, 0.0)
     gamma = jnp.ones((batch, heads, 1), wide) if gates.window_weights is None else gates.window_weights
     return Slot(
@@ -108,6 +111,7 @@ def xla_step_layer(
     if state.chunk_start is None:
         return y, put_layer(states, after, layer, y)
     assert state.position is not None
+    # The large array is written apart: `put_layer` would copy the whole of it at every token.
     rest = lambda state: state._replace(chunk_start=None)
     put = lambda starts: put_layer(starts, after.chunk_start, layer, y)
     starts = change_some(put, states.chunk_start, _special(rule, state.position), y)
@@ -146,6 +150,7 @@ def _some_special(
     few = 0 if is_symbolic_dim(special.shape[0]) else special.shape[0] // 8
 
     def some(params: MemoryParams, state: MemoryState, slot: Slot, soup: Weights | None) -> _Updated:
+        # The special rows first, filled up with others, to which the long form does no harm.
         rows = jnp.argsort(~special, stable=True)[:few]
         part = every(params, *jax.tree.map(lambda x: x[rows], (state, slot, soup)))
         put = lambda all_, these: all_.at[rows].set(these, unique_indices=True)

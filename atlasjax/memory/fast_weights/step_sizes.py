@@ -105,11 +105,13 @@ def dual_steps(
     moved = jnp.zeros_like(step_size)
     a = None if decays.start is None else before(decays.start, 1.0)
     if a is not None:
+        # ⟨G, a M_{t'} − M_{t'}⟩ from what `gradient_factors` has already summed.
         moved = moved + (a - 1.0) * windowed(origin.losses.along)
     if origin.moved:
         change = jax.tree.map(jnp.subtract, memory, origin.weights)
         change = windowed(_along(origin.gradients, change))
         moved = moved + (change if a is None else a * change)
+    # Row t belongs to t − 1: a token's step depends on the memory before it.
     across = before(decays.pairwise, 0.0)
     if momentum is not None:
         assert gates.momentum_decay is not None
