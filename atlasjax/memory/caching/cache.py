@@ -66,6 +66,7 @@ def _next_memory(rule: CachedSpec[Params], params: Params, state: CachedState, f
     if rule.start != "fresh":
         return online
     fresh = fresh_memory(rule, params, full.shape[0])
+    # A selection must not widen the state, or the loop that decodes would change its carry.
     fresh = jax.tree.map(lambda x, like: x.astype(like.dtype), fresh, online)
     return choose(full, in_segment(fresh, getattr(online, "segment", None)), online)
 
@@ -83,6 +84,7 @@ def _by_age(state: CachedState) -> tuple[jax.Array, jax.Array]:
     """Places of the cache from the oldest memory to the newest, [batch, N], and whether each holds a memory."""
     places = state.keys.shape[2]
     n = jnp.arange(places)[None]
+    # The cache is a ring: after it has been full, the oldest memory is where the next one will go.
     order = (jnp.where(state.cached_count > places, state.cached_count % places, 0)[:, None] + n) % places
     return order, n < jnp.minimum(state.cached_count, places)[:, None]
 

@@ -96,6 +96,7 @@ def read_earlier(
       [segments, batch, heads, tokens, value_dim].
     """
     segments = q.shape[0]
+    # In numpy: the pairs are static, and the loop has as many steps as there are pairs.
     reader, earlier = np.tril_indices(segments, -1)
     near = reader - earlier <= reach
     reader, earlier = reader[near], earlier[near]
@@ -164,6 +165,7 @@ def _laid(count: int, size: int, blocks: int, index: jax.Array) -> tuple[jax.Arr
     """
     reads, k = index.size, index.shape[1]
     flat = index.reshape(-1)
+    # Reads of one memory stand together then, and fill its blocks from the front.
     order = jnp.argsort(flat, stable=True)
     number = jnp.zeros(count + 1, jnp.int32).at[flat].add(1)[:count]
     needed = -(-number // size)
@@ -206,6 +208,7 @@ def read_selected(
     if not tokens:
         return jnp.zeros((batch, heads, 0, rule.sizes(params).value_dim), q.dtype)
     size = min(_BLOCK, tokens)
+    # Each memory may leave one block partly empty, hence one more for each.
     blocks = math.ceil(tokens * k / size) + count
 
     lay = functools.partial(_laid, count, size, blocks)

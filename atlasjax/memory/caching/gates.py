@@ -89,6 +89,7 @@ def unnormalized(rule: CachedSpec, scores: jax.Array, visible: jax.Array | None,
         return hide(scores)
     if rule.gate == "sigmoid":
         return hide(jax.nn.sigmoid(scores))
+    # Hidden scores are replaced before the exponential: a selection after it would leave an overflow in the derivative.
     return hide(jnp.exp((scores if visible is None else jnp.where(visible, scores, top)) - top))
 
 

@@ -32,6 +32,7 @@ def _unblended(rule: CachedSpec[Params], scores: jax.Array, own: jax.Array, visi
     if rule.aggregation == "residual":
         return jnp.where(read, 1.0, 0.0)
     if rule.aggregation == "ssc":
+        # Stable, so that ties go to the older memory, as in `gates.select`.
         order = jnp.argsort(jnp.where(visible, -scores, jnp.inf), stable=True)
         rank = jnp.zeros_like(order).at[order].set(jnp.arange(order.size))
         read = jnp.concatenate([jnp.ones(1, bool), visible & (rank < rule.top_k)])

@@ -138,6 +138,7 @@ def _read_in_turn(
         return (age > 0) & (age <= reach)
 
     given, own, scores = _scores(rule, rows, cached, reader)
+    # The largest score only keeps exponentials small; it cancels in the quotient.
     top, fixed = jax.lax.stop_gradient((own, given))
     if gating.is_softmax(rule):
 
@@ -152,6 +153,7 @@ def _read_in_turn(
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def read(params: Params, q: jax.Array, weights: Weights, share: jax.Array, is_read: jax.Array) -> jax.Array:
+        # No token of this device may read the memory: then its product is not computed.
         return jax.lax.cond(is_read, lambda: share[..., None] * run(params, weights, q), lambda: nothing)
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
@@ -160,6 +162,7 @@ def _read_in_turn(
         sees = seen(numbers + j)
         shares = gating.unnormalized(rule, scores(given, numbers + j), sees[:, None, None], top)
         add = lambda y, xs: (y + read(params, q, *xs), None)
+        # The gathered memories are computed again in the backward pass (`checkpoint`), not kept for it.
         xs = (jax.lax.all_gather(mine, cached.axes), shares, jnp.any(sees, axis=-1))
         return jax.lax.scan(add, nothing, xs)[0], jnp.sum(shares, axis=0)
 

@@ -47,6 +47,7 @@ def project(
     gates = Gates(step_size=jnp.ones((batch, time, heads), wide_dtype(q.dtype)))
     y, after = _SUM.scan(params, state, q, keys, keys, gates, segment_ids, max_segments, lengths=lengths)
     if lengths is not None:
+        # Queries of padding are NaN otherwise, and as inputs of the local memories they would spread.
         y = jnp.where((jnp.arange(time)[None] < lengths[:, None])[..., None, None], y, 0.0)
     return y, after.memory["W"]
 

@@ -48,6 +48,7 @@ def xla_scan(
     else:
         local_y, local, position = _continued(rule, params, state, tokens)
     wide = wide_dtype(dtype)
+    # Summed wide, or the result would depend on how many local memories round.
     y = (y.astype(wide) + local_y.astype(wide)).astype(dtype)
     if ids is not None:
         segment = ids[:, -1].astype(jnp.int32)
@@ -96,9 +97,11 @@ def _fresh(rule: HierarchicalSpec, params: HierarchicalParams, tokens: Tokens) -
         return _read_locals(rule, params, None, tokens)
     count, left = -(-time // size), time % size
     rows = jax.tree.map(lambda x: grid.as_rows(grid.lay_chunks(x, count, size)), tokens)
+    # The last shard is unfinished: its memories must not take padding for tokens.
     lengths = grid.as_rows(jnp.full((count, batch), size).at[-1].set(left)) if left else None
     y, ends = _read_locals(rule, params, None, rows, lengths=lengths)
     y, ends = jax.tree.map(lambda x: grid.from_rows(x, count), (y, ends))
+    # Only the last shard's memories go on; those of earlier shards end with them.
     return grid.pick_chunks(y, time), jax.tree.map(lambda x: x[-1], ends)
 
 
@@ -122,6 +125,7 @@ def _continued(
     start, fresh = _start(rule, params, state, position == 0)
     where = grid.continued_pieces(time, rule.restart, position)
     rows = jax.tree.map(lambda x: grid.as_rows(grid.lay_chunks(x, where.slots, where.width, where.place)), tokens)
+    # The first row goes on with the shard that the state is in, the others begin.
     starts = jax.tree.map(lambda a, b: grid.as_rows(jnp.stack([a, *[b] * (where.slots - 1)])), start, fresh)
     y, ends = _read_locals(rule, params, starts, rows, lengths=grid.as_rows(where.lengths))
     y, ends = jax.tree.map(lambda x: grid.from_rows(x, where.slots), (y, ends))
@@ -149,6 +153,7 @@ def _packed(
     previous = jnp.concatenate([jnp.where(before < 0, ids[:, 0], before)[:, None], ids[:, :-1]], axis=1)
     last_start = jax.lax.cummax(jnp.where(ids != previous, t, -1), axis=1)
     place = jnp.where(last_start < 0, position[:, None] % rule.restart + t, t - last_start) % rule.restart
+    # A new number at every restart, and so at every document: place is 0 there.
     shards = jnp.cumsum(place == 0, axis=1)
     # A document of L tokens has at most L // restart shards and one, and that which a call continues has one more.
     most = min(time, max_segments + time // rule.restart + (state is not None))

@@ -22,6 +22,7 @@ def xla_step(
     q, k, v, gates, _ = tokens
     dtype, wide = q.dtype, wide_dtype(q.dtype)
     own_gates = rule.split_gates(gates, q.shape[-1], v.shape[-1])
+    # A restart waits for the token after it, so that `read` at a shard's end still finds the shard's memories.
     begins = state.position == rule.restart
     memories = choose(begins, restarted(rule, params, state), state.local_memories)
     y, global_memory = rule.global_rule.step(params.global_memory, state.global_memory, q, k, v, own_gates[0])

@@ -57,6 +57,7 @@ def run_piece(
         sums = {}
         for i, name in enumerate(rule.names):
             left, inputs = factors[name]
+            # The sum over tokens is inside the product: no gradient of a single token is formed.
             sums[name] = outer(-piece.step_size[:, i : i + 1] * left, inputs, dtype)
         return y, Written(sums, None if piece.momentum_decay is None else jnp.sum(piece.momentum_decay))
 
@@ -80,10 +81,12 @@ def write(
         assert momentum is not None
         assert written.decay_sum is not None
         theta = (written.decay_sum / rule.chunk_size)[..., None, None]
+        # One θ for the whole chunk, the mean of its tokens', because the momentum takes part in one write only.
         total = {name: g + theta * momentum[name] for name, g in total.items()}
     triples, after = rule.triples, {}
     for name, g in total.items():
         after[name] = memory[name] + (g if triples is None else orthogonalized(g, triples))
+        # Rows keep the lengths of M_0, so the memory cannot grow whatever is written.
         if rule.row_norm:
             lengths = row_lengths(after[name])
             after[name] = after[name] / (lengths + EPSILON) * row_lengths(start[name])[None]

@@ -121,7 +121,9 @@ def piece_size(chunk: int) -> int:
 
 def _packed(segment_ids: jax.Array, max_segments: int, size: int, state: LargeChunkState) -> grid.Pieces:
     """Pieces of packed segments, the first of which may continue from the state."""
+    # No window, so no tokens before the call.
     zeros = jnp.zeros_like(state.position)
+    # In a grid of pieces: a piece never reaches over the end of a chunk, since the piece's size divides the chunk's.
     where = grid.segmented_layout(segment_ids, max_segments, size, size, 1, state.position % size, zeros, state.segment)
     assert where.place is not None
     lengths = _counts(where.place // size, where.num_slots, 1)
@@ -140,6 +142,7 @@ def _cut(piece: Piece, where: grid.Pieces, lengths: jax.Array) -> tuple[Piece, g
     real = jnp.arange(piece.q.shape[1])[None] < lengths[:, None]
     cut = lambda x: jnp.where(jnp.expand_dims(real, range(2, x.ndim)), x, 0.0)
     theta = piece.momentum_decay
+    # η = 0 keeps a token out of the sums, θ = 0 out of their sum.
     piece = piece._replace(step_size=cut(piece.step_size), momentum_decay=None if theta is None else cut(theta))
     return piece, where._replace(lengths=_counts(where.place // where.width, where.slots, real.astype(jnp.int32)))
 
@@ -185,6 +188,7 @@ def _whole_chunks(
         parts.append(grid.pick_chunks(y, count * chunk))
     if rest:
         last = jax.tree.map(lambda x: x[:, count * chunk :], piece)
+        # Its sums stay in the state until a later call completes the chunk.
         run_last = jax.checkpoint(functools.partial(run_piece, rule, dtype), prevent_cse=False)
         y, written = run_last(params, carry.memory, last)
         carry = carry._replace(written=written, position=carry.position + rest)

@@ -30,6 +30,7 @@ def begin_segment(
     levels = list(state.levels)
     if levels:
         levels[0] = choose(begins & (number % 2 == 1), state.own, levels[0])
+    # A level begins as a copy of the one below, and the next segments write it on until it has seen twice as many.
     for j in range(1, len(levels)):
         half = number % (2 << j) == (1 << j) // 2
         levels[j] = choose(begins & half, levels[j - 1], levels[j])
@@ -57,6 +58,7 @@ def read_levels(
         y = combine.over_heads(rule.rule, dtype)(params, rule.rule.cached_weights(level), q)
         share = jnp.where(bit(number, j)[:, None, None], weights[..., 1 + j], 0.0)
         others = others + share[..., None] * y
+    # Bits of the segment's number for which the state has no level: an answer without them would be wrong silently.
     missing = (number % (1 << rule.levels)) >> len(state.levels) > 0
     y = combine.join(rule.rule, params, q, own_read, weights[..., 0], others)
     return jnp.where(missing[:, None, None, None], jnp.nan, y)

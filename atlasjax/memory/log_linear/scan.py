@@ -60,6 +60,7 @@ def _sequential(
     time, dtype = tokens.q.shape[1], tokens.q.dtype
     wide = wide_dtype(dtype)
     up_params = jax.tree.map(lambda x: x.astype(wide), params)
+    # The own memory and all levels are rows of one batch: one call of the inner rule writes them all.
     copies = states.count_writers(state)
     resets = jnp.zeros_like(where.lengths, bool) if where.resets is None else where.resets
 
@@ -71,6 +72,7 @@ def _sequential(
         begins = (length > 0) & (state.position % rule.segment_size == 0)
         state, number = begin_segment(rule, params, state, begins)
         repeated, lengths = jax.tree.map(lambda x: jnp.repeat(x, copies, axis=0), (row, length))
+        # A level that this segment does not write takes no token.
         lengths = jnp.where(states.written(number, state), lengths, 0)
         before = states.writers(state)
         y, after = rule.rule.scan(params, before, *repeated, lengths=lengths)
@@ -78,6 +80,7 @@ def _sequential(
         state = states.with_written(state, after)
         up = lambda x: jnp.swapaxes(x.astype(wide), 1, 2)
         real = (jnp.arange(where.width)[None] < length[:, None])[..., None, None]
+        # Row 0 of each group is the own memory. Outputs of padding are NaN, which sums would spread.
         own = up(jnp.where(real, y[::copies], 0.0))
         y = read_levels(rule, up_params, state, number, up(row.q), own, up(weights), dtype)
         state = state._replace(position=state.position + length.astype(jnp.int32))
@@ -118,6 +121,7 @@ def _parallel(
         if j:
             memories = _continued(rule, params, memories, tokens, pairs, span)
         level = _at(memories, -1)
+        # Its first half is complete, its second is being written; the pairs above hold complete memories only.
         if j and not last >> j & 1 and last >> (j - 1) & 1:  # the last segment writes this level
             rest = _from(tokens, (last >> (j - 1) << (j - 1)) * size)
             _, level = rule.continue_segments(params, _at(finished, -1), rest)
@@ -172,6 +176,7 @@ def _read_level(
     time = q.shape[2]
     readers = jnp.moveaxis(_pairs(q, 2, pairs, span)[:, :, :, span:], 2, 0)  # [pairs, batch, heads, span, key_dim]
     y = jax.vmap(combine.over_heads(rule.rule, dtype), in_axes=(None, 0, 0))(params, memories, readers)
+    # The first half of each pair wrote the memory and does not read it at this level.
     y = jnp.moveaxis(jnp.stack([jnp.zeros_like(y), y], axis=3), 0, 2)  # [batch, heads, pairs, 2, span, value_dim]
     y = y.reshape(*y.shape[:2], -1, y.shape[-1])[:, :, :time]
     return jnp.pad(y, ((0, 0), (0, 0), (0, time - y.shape[2]), (0, 0)))

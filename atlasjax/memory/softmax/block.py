@@ -325,6 +325,7 @@ def run_block(
     """
     dtype, wide = sizes.dtype, carry.decay.dtype
     q, k, v = (x.astype(wide) for x in (tokens.q, tokens.k, tokens.v))
+    # Room for the entries of all chunks: their places are static, and a chunk adds to what is there.
     grow = lambda x: jnp.pad(x, ((0, sizes.block), *((0, 0),) * (x.ndim - 1)))
     key_part, query_part = _by_chunk(rule, sizes, part)
 
@@ -338,6 +339,7 @@ def run_block(
         chunk = _chunk_of(rule, sizes, carry, k, v, places, n)
         h = _hidden(rule, chunk, key_part, start, carry.coefficients.shape[1], dtype)
         left, factors, out = gradients(rule, carry.weights, h, chunk.k, chunk.v, dtype)
+        # Between gradients and reads: the bound needs the gradients, and the reads need the bounded steps.
         coef = with_bound(rule, coef, left, factors, out, chunk.v)
         h = _hidden_of_queries(rule, chunk, query_part, start, q, coef, left, dtype)
         at = coef.decay, coef.momentum, coef.gradients
@@ -355,6 +357,7 @@ def run_block(
         y = y.reshape(sizes.block, -1)
     entries = (local.coefficients, local.momentum, local.decay)
     done = jax.tree.map(lambda x: x[: sizes.block], entries)
+    # The last c − 1 entries: tokens of the next block may still write to them.
     left_open = jax.tree.map(lambda x: x[sizes.block :], entries)
     coefficients, momentum, decay = left_open
     carry = Carry(coefficients, momentum, decay, local.weights, local.weights_momentum)

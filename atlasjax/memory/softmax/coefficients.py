@@ -92,6 +92,7 @@ def coefficients(
       commit: [], whether the chunk changes the memory. An unfinished chunk is read, but not committed.
     """
     b = step_size.shape[0]
+    # A window that reaches back into another segment, or before the first token, has no gradient there.
     D = jnp.where(counts, -step_size[:, None] * window_matrix(window_weights), 0.0)
     beta = s = pairwise = None
     step_bound = rule.step_bound if rule.is_bounded else None
@@ -109,6 +110,7 @@ def coefficients(
     C = _product(between, D)
     if beta is not None:
         s = _product(between, beta)
+    # An unfinished chunk is read with all its coefficients, and passes the memory on unchanged.
     last = lambda x, otherwise: jnp.where(commit, x[-1], otherwise)
     end, end_momentum = Transition(last(A, 1.0), None, None), None
     if beta is not None:

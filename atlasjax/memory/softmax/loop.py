@@ -52,7 +52,9 @@ class Span(NamedTuple):
 
 def _spans(rule: SoftmaxSpec, sizes: Sizes, finished_before: int) -> list[Span]:
     if rule.cache_window is not None:
+        # With a window each block reads as many entries as the first, those right before it.
         return [Span(0, sizes.blocks, finished_before, True)]
+    # Shapes must be static, so blocks of one phase read as many entries as the last of them needs, and mask the rest.
     edges = np.unique(np.linspace(0, sizes.blocks, min(sizes.blocks, _PHASES) + 1).round().astype(int))
     return [
         Span(int(i), int(j), finished_before + (int(j) - 1) * sizes.block, False) for i, j in itertools.pairwise(edges)
@@ -143,6 +145,7 @@ def _forward(
         part = _read(rule, sizes, span, block.tokens, prefix, block.since, indices, g)
         after, done, y = run_block(rule, sizes, initial, carry, part, block.tokens, _places(rule, sizes, indices, g))
         put = lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, before + g * sizes.block, 0)
+        # In place, as a loop's carry: the keys are there already and are not written again.
         cache = Cache(cache.keys, *jax.tree.map(put, cache[1:], done[1:]))
         return (after, cache), (y, carry, part)
 
@@ -196,7 +199,9 @@ def _run_backward(rule, sizes, saved, cotangents):  # type: ignore[no-untyped-de
             rule, sizes, initial, carry, part, tokens, _places(rule, sizes, indices, g)
         )
         take = lambda x: jax.lax.dynamic_slice_in_dim(x, before + g * sizes.block, sizes.block)
+        # The cotangents of the block's own entries are complete here: only later blocks read them, and these went first.
         ct_done = Cache(ct_cache.keys[:0], *jax.tree.map(take, ct_cache[1:]))
+        # Computes the block again; only its carry and its sums over the cache were stored.
         _, pull = jax.vjp(run, initial, carry, part, block.tokens)
         more, ct_carry, ct_part, ct_tokens = pull((ct_carry, ct_done, ct_y))
 

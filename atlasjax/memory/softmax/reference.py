@@ -88,6 +88,7 @@ def _token(rule: SoftmaxSpec, initial: dict, carry: dict, token: dict) -> tuple[
     if not rule.optimizer.has_momentum:
         theta = 0.0
     memory["keys"] = memory["keys"].at[index].set(token["k"])
+    # A window reaches back before the chunk. Where it reaches before the first token γ is 0.
     memory["s"] = (theta * memory["s"]).at[index - jnp.arange(rule.window)].add(-eta * gamma[:, None] * g_a)
     memory["a"] = alpha * memory["a"] + memory["s"]
     memory["rho"] = (alpha * memory["rho"]).at[index].set(1.0)

@@ -76,6 +76,7 @@ def xla_scan(
     length = sizes.blocks * sizes.block
     tape = tape_of(rule, numbered, tokens._replace(segment_ids=runs), where.place, length, where.keep)
     ends = _ends(rule, state, where, chunk, time, lengths)
+    # Where the chunk size has no effect, no chunk stays open.
     commits = jnp.ones((batch, sizes.blocks * sizes.chunks), bool)
     if rule.pending:
         commits = jnp.arange(sizes.blocks * sizes.chunks)[None] < (ends.end // chunk)[:, None]
@@ -87,6 +88,7 @@ def xla_scan(
         y = grid.pick(y, time, place)
     if rule.cache_window is None and not fresh:
         begun = jax.lax.cummax(jnp.where(where.starts, place, -1), axis=1)
+        # The entry of each token: within the state's segment after the state's, in a later segment from its start.
         index = jnp.where(begun < 0, state.num_tokens[:, None] + place, place - begun)
         y = jnp.where((index < entries)[:, :, None, None], y, jnp.nan)
 
@@ -162,6 +164,7 @@ def _ends(
     position = used % chunk if rule.pending else jnp.zeros_like(used)
     end = used - position
     last_start = jnp.max(jnp.where(where.starts, place, -1), axis=1)
+    # Entries of the last segment only; those of earlier segments are of no use.
     count = end - jnp.maximum(last_start, 0) + jnp.where(last_start < 0, state.num_tokens, 0)
     if rule.cache_window is not None:
         count = jnp.minimum(count, rule.cache_window)

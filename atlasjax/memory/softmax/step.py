@@ -158,12 +158,14 @@ def _write(rule: SoftmaxSpec, state: SoftmaxState, tokens: Tokens, cache_sums: C
 
     x, sees = token[0][:, :, None], jax.vmap(lambda *x: seen(rule, entries, *x))(held, state.position)[:, None]
     if state.tail.preactivations is not None:
+        # The key is read with the query, in one pass over the cache. It reads the cache at t', so all entries that are held.
         x, sees = jnp.stack(token[:2], axis=2), jnp.concatenate([sees, held[:, None]], axis=1)
 
     def one(part, weights, weights_momentum, tail, token, count, position):
         """One head."""
         q, k, v, retention, step_size, momentum_decay, window_weights = token
         row = lambda i: jax.tree.map(lambda x: x[i : i + 1], part)
+        # The tail has b − 1 pending places; the last token of a chunk gets one beyond them until it is committed.
         put = lambda x, new, at: jnp.concatenate([x, jnp.zeros_like(x, shape=(1, *x.shape[1:]))]).at[at].set(new)
         h = jnp.zeros((c - 1 + b, part.value.shape[1]), wide)
         if tail.preactivations is not None:
@@ -216,6 +218,7 @@ def _committed(
         count = jnp.minimum(count, rule.cache_window)
     fresh = empty_state(rule, params, batch, heads, 0, wide).tail
     window = lambda x, rest: jnp.concatenate([x[:, :, b:], rest[:, :, c - 1 :]], axis=2)
+    # The window goes on; pending tokens are committed, and their places are empty again.
     new_tail = fresh._replace(keys=window(tail.keys, fresh.keys), values=window(tail.values, fresh.values))
     if fresh.preactivations is not None and c - 1 + rule.pending:
         real = jnp.arange(c - 1 + rule.pending)[None]
@@ -253,6 +256,7 @@ def xla_step(
     after = state._replace(tail=jax.tree.map(lambda x, old: x[:, :, : old.shape[2]], written.tail, state.tail))
     after = after._replace(position=state.position + 1)
     commit = lambda _: choose(full, _committed(rule, params, state, written, dtype), after)
+    # A condition, not a selection: the cache is touched once per chunk, and a selection would copy it at every token.
     return y, jax.lax.cond(jnp.any(full), commit, lambda _: after, None)
 
 
@@ -301,12 +305,14 @@ def _commit(
     if rule.cache_window is not None:
 
         def add(x: jax.Array, new: jax.Array) -> jax.Array:
+            # Shifts by b: with a window the newest entry is always at the last place.
             x = jnp.pad(x, ((0, b), *((0, 0),) * (x.ndim - 1)))
             return x.at[N + b - new.shape[0] :].add(new)[b:]
     else:
 
         def add(x: jax.Array, new: jax.Array) -> jax.Array:
             place = count + b - new.shape[0] + jnp.arange(new.shape[0])
+            # Gradients of the window go to entries before the chunk. At the start of a segment there are none: out of range.
             return x.at[jnp.where(place < 0, N, place)].add(new, mode="drop")
 
     return Cache(

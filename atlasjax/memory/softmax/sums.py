@@ -40,11 +40,13 @@ def scores(rule: SoftmaxSpec, x: jax.Array, keys: jax.Array, dtype: jnp.dtype) -
 
 
 def _limit(dtype: jnp.dtype) -> float:
+    # Below the maximum, with room for a sum over entries and a product with their coefficients.
     return 0.7 * math.log(float(jnp.finfo(dtype).max))
 
 
 def _largest(scores: jax.Array, weight: jax.Array, visible: jax.Array) -> jax.Array:
     """Maximum of score + log weight over visible entries with a positive weight; −inf if there are none."""
+    # The shift cancels in the quotient, and so does its derivative.
     scores, weight = jax.lax.stop_gradient((scores, weight))
     weight = jnp.broadcast_to(weight, scores.shape)
     log = jnp.log(jnp.where(weight > 0, weight, 1.0))
@@ -108,6 +110,7 @@ def join(
     if not rule.normalized:
         kappa, factor = _kappa(raw, None, visible), jnp.ones_like(part.shift)
     else:
+        # A first part without mass has a shift of 0, which would be far too large beside strongly negative scores.
         passed = jax.lax.stop_gradient(jnp.where(part.mass > 0, decay, 0.0))
         before = jnp.where(passed > 0, part.shift + jnp.log(jnp.where(passed > 0, passed, 1.0)), -jnp.inf)
         top = jnp.maximum(before, _largest(raw, weight, visible))
@@ -126,5 +129,6 @@ def divide(value: jax.Array, mass: jax.Array | None) -> jax.Array:
     """value / Z, with 0/0 = 0 also in derivatives. value: [r, width]; mass: [r], or None if not normalized."""
     if mass is None:
         return value
+    # Twice `where`: a quotient by zero that is not selected would still have a NaN as its derivative.
     some = (mass > 0)[:, None]
     return jnp.where(some, value / jnp.where(some, mass[:, None], 1.0), 0.0)
