@@ -119,6 +119,7 @@ class MemoryChunk:
         """`each` makes a stage of one head one of all; `of_all(m, gates, …)` is `coefficients` of all."""
         begun = each(self._begin)(carry, xs)
         of_gates = of_all(xs[0].shape[-2], self.named(xs[-1]), begun.windowed)
+        # Between both stages: small matrices of gates of all heads side by side fill a unit that one head's would not.
         return each(self._finish)(carry, xs[0], begun, of_gates)
 
     def _begin(self, carry: Arrays, xs: Arrays) -> "_Begun":
@@ -131,6 +132,7 @@ class MemoryChunk:
             for x in (memory, momentum)
             for w in x.values()
         ]
+        # Twice: the limits need the matrices without scales, and all that follows reads them with these.
         memory, momentum = self._scaled(weights, scales), self._scaled(momenta, scales[count:])
         _, k, v, rows = xs
         gamma: jax.Array | None = None

@@ -75,6 +75,7 @@ class Layers:
     @classmethod
     def of(cls, structure: Structure) -> "Layers | None":
         """The layers of a structure, or None if there are more."""
+        # Traced once with arrays of one entry, only to see which weights are applied to what.
         calls = []
         x = jnp.zeros((1, 1), jnp.float32)
 
@@ -84,6 +85,8 @@ class Layers:
 
         structure.apply(linear, x, x, None)
         *inner, (outer, reads_input) = calls
+        # An outer weight that reads the input beside hidden layers, or a hidden layer on another one, has no place in these
+        # loops.
         if reads_input != (not inner) or not all(first for _, first in inner):
             return None
         return cls(structure, outer, tuple(name for name, _ in inner))
@@ -174,6 +177,7 @@ class Step:
 
         def add(j: Index, sums: list[Matrices]) -> list[Matrices]:
             tiles = [(self.load(a, at, j), self.load(b, to, j)) for a, b in zip(x, y)]
+            # Divided first: the squares of huge weights would overflow.
             inner = lambda a, b, most: jnp.sum(jnp.sum((a / most) * (b / most), axis=1), axis=0)
             return [
                 {name: total + inner(a[name], b[name], limits[name]) for name, total in part.items()}
@@ -221,6 +225,7 @@ class Step:
         """Σ_j term(block, j) [E, value_dim] over tiles j for each block, in one loop, or one per block if there are many."""
         zeros = [jnp.zeros(block.refs[1].shape[1:], jnp.float32) for block in blocks]
         groups = (
+            # One loop loads each tile once for all blocks, as long as their sums fit in registers.
             [list(range(len(blocks)))] if sum(x.size for x in zeros) <= _TOGETHER else [[n] for n in range(len(blocks))]
         )
         totals: list[jax.Array] = []

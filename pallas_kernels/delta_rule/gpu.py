@@ -36,6 +36,7 @@ def delta_rule(
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """`api.delta_rule` for checked arguments."""
     (batch, time, heads, key_dim), value_dim = q.shape, v.shape[-1]
+    # 16 is the least that a product on tensor cores takes.
     size = min(max(chunk_size, 16), _MOST_TOKENS[str(q.dtype)], padded(time))
     keys, values = padded(key_dim), padded(value_dim)
     more = -time % size
@@ -93,6 +94,7 @@ def _backward(
     if after is not None:
         begun = (after > 0)[..., None, None]
         drestarts = None, jnp.sum(jnp.where(begun, dx, 0.0), axis=1, dtype=jnp.float32)
+        # The chunk before wrote what was then replaced: no cotangent.
         dx = jnp.where(begun, 0.0, dx).astype(dx.dtype)
     dk, dv, dbeta, ddecay = prepare_backward(chunks, k, v, beta, decay, t, u, du, x, dx, dk, interpret)
     return dq, dk, dv, dbeta, None if ddecay is None or dread is None else ddecay + dread, dfirst, drestarts

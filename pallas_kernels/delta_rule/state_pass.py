@@ -59,6 +59,7 @@ def state_pass(
         parts = tuple(pl.ds(start, columns) for start in range(0, key_dim, columns))
 
         def kernel(*refs: jax.Ref) -> None:
+            # Pallas passes only the references of arrays that there are.
             found = iter(refs)
             refs_or_none: list[Any] = [next(found) if is_there else None for is_there in there]
             _Pass(gpu.products(a.dtype, interpret), chunks.size, count, parts, reverse, *refs_or_none).run()
@@ -129,10 +130,12 @@ class _Pass:
         """X after one chunk, from its parts before it."""
         i, sign = (self.count - 1 - i, -1.0) if self.reverse else (i, 1.0)
         tokens, dtype = pl.ds(i * self.size, self.size), self.x.dtype
+        # Sums in float32, whatever the dtype of the tokens.
         z = wide(self.a[tokens, :])
         written = x
         if self.restarts is not None:
             x = self.replaced(self.restarts[i] > 0, x)
+            # The backward pass needs G as it was before the restart, for the cotangent of the initial memory.
             written = written if self.reverse else x
         for part, x_part, kept in zip(self.parts, x, written):
             self.x[i, :, part] = kept.astype(dtype)
@@ -142,6 +145,7 @@ class _Pass:
         after = []
         for part, x_part in zip(self.parts, x):
             if self.decay is not None:
+                # The reference says which of both kinds of decay it is; the kernel is traced for each.
                 by_column = len(self.decay.shape) == 2
                 x_part = (self.decay[i, part][None, :] if by_column else self.decay[i]) * x_part
             x_part = x_part if self.d is None else x_part + wide(self.d[i, :, part])

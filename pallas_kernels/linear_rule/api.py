@@ -95,6 +95,7 @@ def linear_rule(
     if segments is not None:
         restarts = segments.marks, (beside.weights(segments.start_of_heads(segments.start)),)
     width = beside.heads * max(key_dim, value_dim, chunk_size)
+    # Groups of heads in one program hide each other's waits; more lanes than these would not fit.
     together = max(1, min(_MOST_TOGETHER, _MOST_LANES[q.dtype] // width))
     unroll = _UNROLL_REMOVAL if delta or removal is not None else _UNROLL
     gates = beside.gates(gates_to_chunks([(beta, 0.0)], chunk_size))

@@ -57,6 +57,7 @@ class LinearChunk:
 
     def of_heads(self, carry: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
         """For several groups of heads. Decays in turn, and systems together, whose products wait for each other."""
+        # Without a system nothing waits, so groups come in turn, and each is computed again for its derivative.
         if self.turned and not self._removes(xs):
             return in_turn(functools.partial(computed_again, self), carry, xs)
         at = in_turn(self._decayed, xs)
@@ -85,15 +86,18 @@ class LinearChunk:
         heads, precision = self.heads, self.precision
         y, w_end = times_transposed(at.queries[0], w, heads, precision), at.whole * w
         removes = self._removes(xs)
+        # Scales columns of the scores: a column of β would have to be spread over lanes first.
         if not (removes or self.turned):
             # β stays rows, with tokens in lanes.
             y = y + times(at.scores[0] * lanes_of(beta), v, heads, precision)
             return (w_end + weighted_outer(v, at.keys[0], beta, precision),), (y,)
+        # From rows with tokens in lanes to a column beside v: the layout of its rows.
         rate = spread(beta, heads, v.shape[1] // heads)
         written: Arrays = (rate * v,)  # at each of the keys
         if removes:
             right = times_transposed(at.queries[1], w, heads, precision)
             written = self._after_removal(at, right, rate, v, beta)
+        # The first scores are those of q; those of r come after them and were used by `_after_removal`.
         for scores, keys, x in zip(at.scores, at.keys, written):
             y = y + read(scores, x, heads, precision)
             w_end = w_end + transposed_times(x, keys, heads, precision)

@@ -52,6 +52,7 @@ def memory_pass(
         x = jnp.pad(x.astype(dtype), (*[(0, 0)] * 3, (0, size - m), (0, channels - x.shape[-1])))
         return jnp.transpose(x, (1, 0, 3, 2, 4)).reshape(batch, count * size, heads, channels)
 
+    # One row per head and batch element: the kernel's grid.
     rows = lambda x: jnp.moveaxis(x, 0, 2).reshape(batch * heads, count, *x.shape[3:])
     pad = lambda w: jnp.pad(w, (*[(0, 0)] * (w.ndim - 2), (0, width - value_dim), (0, depth - key_dim)))
     memory = pad(first.astype(jnp.float32)).reshape(batch * heads, width, depth)
@@ -59,6 +60,7 @@ def memory_pass(
     if resets is not None:
         fresh = jnp.broadcast_to(pad(start.astype(jnp.float32)), (batch, heads, width, depth)).reshape(memory.shape)
         marks = jnp.repeat(resets.T, heads, axis=0)
+        # Here and not in the kernel, which then restarts only at later chunks, after it has written the memory out.
         memory = jnp.where(marks[:, :1, None], fresh, memory)
         restarts = marks.at[:, 0].set(False).astype(jnp.int32), fresh
     gamma = None
@@ -106,6 +108,7 @@ def _backward(
     if after is not None:
         begun = (after > 0)[..., None, None]
         drestarts = None, jnp.sum(jnp.where(begun, dafter, 0.0), axis=1, dtype=jnp.float32)
+        # What comes before a restart gets no cotangent through it.
         dafter = jnp.where(begun, 0.0, dafter).astype(dafter.dtype)
     by_chunk = lambda tokens: tokens.reshape(tokens.shape[0], -1, chunks.size, *tokens.shape[2:])
     by_head = lambda w: w.reshape(-1, chunks.heads, *w.shape[1:])
