@@ -67,8 +67,10 @@ def chunk_scan(
     count, size = gates.shape[2], gates.shape[-1]
     shape = lambda x: jax.ShapeDtypeStruct(x.shape[-2:], jnp.float32)
     inputs = [*(jax.ShapeDtypeStruct((size, x.shape[-1]), jnp.float32) for x in tokens), shape(gates)]
+    # Sizes of the outputs are known only by calling the chunk; they decide how many heads fill whole lanes.
     _, outputs = jax.eval_shape(chunk, tuple(map(shape, carry)), tuple(inputs))
     widths, widths_out = tuple(x.shape[-1] for x in tokens), tuple(y.shape[-1] for y in outputs)
+    # Outputs too: a head's results must begin at a multiple of what its lanes can be cut at.
     lanes = Lanes.of(heads, together, {*widths, *widths_out})
 
     def flat(x: jax.Array) -> jax.Array:
@@ -178,6 +180,7 @@ def _forward(
         lanes = shapes.lanes
         final = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in carry]
         ys = [jax.ShapeDtypeStruct((batch, count, size, heads * lanes.stride(n)), dtype) for n in shapes.outputs]
+        # Without gradients nothing is written but the outputs and the last carry.
         before = [jax.ShapeDtypeStruct((batch, heads, count, *x.shape[2:]), jnp.float32) for x in carry if keep]
 
         def kernel(*refs: jax.Ref) -> None:

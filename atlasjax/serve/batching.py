@@ -133,6 +133,7 @@ class Batcher:
         with self._changed:
             if self._closed is not None:
                 raise ClosedError(self._closed)
+            # Both together: a waiting request that is about to get a slot must not count twice.
             if self.num_active + len(self._waiting) >= self.config.slots + self.config.queue:
                 raise QueueFullError(f"{len(self._waiting)} requests are waiting; try again later.")
             self._waiting.append(ticket)
@@ -151,9 +152,11 @@ class Batcher:
 
     def step(self) -> bool:
         """Reads one piece of a prompt, and takes one step of all texts. Returns whether there is more to do."""
+        # Before new texts are admitted, so that a slot that has become free is used in the same step.
         self._leave()
         self._admit()
         if self._reading:
+            # One piece between two steps: a long prompt delays the other texts by a piece at most; and prompts take turns.
             ticket = self._reading.popleft()
             self._read_piece(ticket)
             if not ticket._fed:
@@ -232,6 +235,7 @@ class Batcher:
         if len(ticket._left) < self.config.pieces[-1]:
             assert ticket._slot is not None
             self.slots.put(ticket._slot, ticket._context)
+            # The rest of the prompt, shorter than the smallest piece, is read token by token in the common step.
             ticket._fed = True
             if not ticket._left:
                 self._all_read(ticket)
@@ -310,6 +314,7 @@ class Batcher:
             return
         # The state has the stop string already: the tokens of the text are read again, after the prompt.
         assert ticket._prompt_end is not None
+        # A memory cannot be set back by a token; only the context at the prompt's end can be gone on from.
         kept = self._tokens_of_text(ticket)
         seen = ticket._prompt_end.seen.copy()
         seen[0, kept] = True

@@ -118,6 +118,7 @@ class Slots:
 
     def take(self, slot: int, num_tokens: int) -> Context:
         """The text of a slot. num_tokens: how many tokens it has."""
+        # A copy: the state is donated to the next step.
         row = self._placed(_take(self._state, slot))
         return Context(row.cache, row.logits, np.array(row.seen), np.array([num_tokens], np.int32), self.max_length)
 
@@ -209,7 +210,9 @@ def _step(
     size = len(inputs.active)
     cache = jax.tree.map(lambda x: x[:, :size], everything.cache)
     state = SlotState(everything.logits[:size], cache, everything.seen[:size])
+    # A model may have more rows in its table than the tokenizer has tokens.
     known = jnp.arange(state.logits.shape[-1]) < vocab_size
+    # From the position in the text, not the step of the server: what is drawn does not depend on the other texts.
     keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(jnp.asarray(inputs.keys)), inputs.position)
     drawn = sample_rows(jnp.where(known, state.logits, -jnp.inf), keys, inputs.sampling, state.seen)
     tokens = jnp.where(inputs.forced >= 0, inputs.forced, drawn)

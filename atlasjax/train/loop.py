@@ -141,6 +141,7 @@ def _prepare(
 ) -> tuple[Setup, list[str], Callable[[], None]]:
     """Returns (parts of the run, its changes, what confirms its lock), with the lock held; bad input leaves no folder behind."""
     # In a bucket the lock comes first: it shows whether the bucket can be written, and giving it back leaves nothing.
+    # lexists: a link to nothing is there as well, and a folder cannot be made in its place.
     there = isinstance(run_dir, storage.StorePath) or resume.lexists(run_dir)
     if there:
         if run_dir.is_file() or not (isinstance(run_dir, storage.StorePath) or run_dir.is_dir()):
@@ -233,6 +234,7 @@ class _Run:
         with self.reporter.reading():
             batch = self._next_batch(step)
         with self.reporter.starting():
+            # Only starts the step. The next batch is read while the devices work.
             state, metrics = self._train_step(state, self._put(batch))
         self.reporter.started(step, state, metrics)
         return state
@@ -241,6 +243,8 @@ class _Run:
         """Records, evaluates and saves after a step, where that is due. Returns the signal that stops the run, or 0."""
         config = self.config
         last, log = step == config.steps, step % config.log_every == 0
+        # Processes must stop at the same step, or the others would wait in a collective; they agree only now and then, which
+        # costs time.
         stop = signals.received(step, agree=log)
         evaluating = last or _every(step, config.eval_every)
         saving = last or bool(stop) or _every(step, config.checkpoint_every)
@@ -280,7 +284,9 @@ class _Run:
 
         def save() -> None:
             with timing.spend("checkpoint"):
+                # Another job may have taken the folder while this one was suspended.
                 self.confirm()
+                # Metrics first: a resumed run then finds those of all steps that its checkpoint has.
                 self.reporter.commit()
                 positions = resume.all_positions(self.data)
                 self.checkpoints.save(state, positions, to_dict(self.config), self.setup.tokenizer.fingerprint)

@@ -106,8 +106,10 @@ def _sum_forward(loss: _Loss, params: _Params, chunks: _Chunks) -> tuple[jax.Arr
         value, (dparams, *dchunk) = jax.value_and_grad(loss, argnums=(0, 1, 3))(params, *chunk)
         return jax.tree.map(lambda total, x: total + x.astype(total.dtype), carry, (value, dparams)), dchunk
 
+    # Many chunks are summed, so at least in float32 also where the parameters are not.
     sums = tuple(jnp.zeros(x.shape, wide_dtype(x.dtype)) for x in params)
     (total, sums), (dhidden, dweights) = jax.lax.scan(add, (jnp.zeros((), jnp.float32), sums), chunks)
+    # Gradients are kept in place of inputs: the loss is a sum, so a cotangent only scales them.
     return total, (tuple(x.astype(like.dtype) for x, like in zip(sums, params, strict=True)), dhidden, dweights)
 
 

@@ -112,6 +112,7 @@ def state_shardings(
 ) -> tuple[TrainState, list[str]]:
     """The shardings of a TrainState as the same tree, and a line for each mesh axis that a parameter could not be split over."""
     _, shapes = model_shapes(config)
+    # The moments of the optimizer get the shardings of their parameters; without a word XLA would put them on one device.
     param_shardings, skipped = sharding.parameter_shardings(pure(logical_axes(config)), shapes, mesh)
     trained, trained_shardings = select(shapes, trainable), select(param_shardings, trainable)
     optimizer_state = jax.eval_shape(optimizer.init, trained)

@@ -56,6 +56,7 @@ def prepare(
                 written_ref[:, part] = (d.end[:, None] * wide(k_ref[:, part])).astype(dtype)
 
             keys.each(write)
+        # T is inverted in its own output: another [m, m] matrix would not fit in registers.
         t_ref[...] = _lower(beta, keys.total(lambda part: product(k_ref[:, part], k_ref[:, part], 1, 1), m, m), p)
         _invert(t_ref, exact, interpret)
         t = t_ref[...]
@@ -79,6 +80,7 @@ def prepare(
         value, removed, written, t, end = found
         return value, removed, written, t, end
     value, removed, t = found
+    # Without decay C is K itself, which need not be written again.
     return value, removed, k, t, None
 
 

@@ -37,6 +37,7 @@ def eye(size: int, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
 def _scale(gram: jax.Array) -> tuple[jax.Array, jax.Array]:
     """1 / (‖S‖ + ε) and its derivative with respect to ‖S‖² = trace(S Sᵀ), both [1, 1] and zero if S is zero."""
     diagonal = jnp.where(eye(gram.shape[0], gram.dtype) > 0, gram, 0.0)
+    # One axis at a time, and with both kept: the form that the kernels' compilers take.
     square = jnp.sum(jnp.sum(diagonal, axis=1, keepdims=True), axis=0, keepdims=True)
     nonzero = square > 0
     norm = jnp.sqrt(jnp.where(nonzero, square, 1.0))
@@ -60,7 +61,9 @@ def forward(
     for number, (a, b, c) in enumerate(triples):
         squares = [dot(x, x) for x in chain_a]
         ps = [a * identity + b * x + c * square for x, square in zip(chain_a, squares)]
+        # Q_0 is a multiple of the identity, so the first product is a scaling.
         qs = [dot(p, q) if number else p * scale for p, q, scale in zip(ps, chain_q, scales)]
+        # No step follows that would need A.
         last = number == len(triples) - 1
         ts = [None if last else dot(p, x) for p, x in zip(ps, chain_a)]
         steps.append([Step(*parts) for parts in zip(chain_a, ps, ts, chain_q)])

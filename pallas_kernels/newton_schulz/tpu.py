@@ -49,6 +49,7 @@ def _backward_kernel(
 
 def together(rows: int, columns: int, steps: int, form: str, precision: jax.lax.Precision, *, backward: bool) -> int:
     """Number of matrices per program: a power of two, limited by the budget of vector memory."""
+    # Bytes of whole tiles of 8 rows and 128 lanes, which is what a smaller matrix takes too.
     tiles = lambda r, c: 4 * (-(-r // 8) * 8) * (-(-c // 128) * 128)
     large, small = tiles(rows, columns), tiles(rows, rows)
     kept = (steps if form == "direct" else 1) * large if backward else large
@@ -63,6 +64,7 @@ def _call(
     kernel: Callable[..., None], inputs: Sequence[jax.Array], cost: pl.CostEstimate, count: int, interpret: Interpret
 ) -> jax.Array:
     number, rows, columns = inputs[0].shape
+    # Zeros in place of missing matrices: NS of zero is zero, not NaN.
     padded = -(-number // count) * count
     block = pl.BlockSpec((count, rows, columns), lambda i: (i, 0, 0))
     (y,) = pallas_call(
