@@ -226,10 +226,11 @@ def extend(
     place = () if layer is None else (layer,)
     position = cache.position[place][:, None] + jnp.arange(q.shape[1])[None]
     split = partition is not None and any(partition.mesh.shape[axis] > 1 for axis in partition.heads)
+    # Keys are stored rotated, each by its own position, so that old ones need not be rotated at every token.
     keys = together(rotate(k, position, rope_theta, rope_dim).astype(cache.keys.dtype))
     rotated = rotate(q, position, rope_theta, rope_dim)
     piece = _Piece(q, rotated, keys, together(v), position, k.shape[2], persistent, split)
-    # On several devices the rows are divided. 16-bit floats XLA's CPU backend computes in 32 bits, whole caches at a time.
+    # On several devices the rows are divided. XLA's CPU backend computes 16-bit floats in 32 bits, whole caches at a time.
     alone = partition is None or partition.mesh.size == 1
     if cache.window is not None and q.shape[1] > 1:
         y, new = _extend_window(piece, cache, layer)
@@ -242,6 +243,7 @@ def extend(
     else:
         y, new = _write_then_read(piece, cache, layer)
     if cache.window is None:
+        # Such a token was not stored, so its output would be that of another text.
         y = jnp.where((position < cache.keys.shape[-2])[:, :, None, None], y, jnp.nan)
     return y, new._replace(position=cache.position.at[place].add(q.shape[1]))
 
@@ -285,6 +287,7 @@ def _newest(last: jax.Array, size: int) -> jax.Array:
 def _extend_window(piece: _Piece, cache: _Cache, layer: Any) -> tuple[jax.Array, _Cache]:
     """Several tokens after a window, whose tokens are brought into their order in time, before the new ones that see them."""
     size, time = cache.keys.shape[-2], piece.position.shape[1]
+    # A window is a ring: place p has the newest token with position ≡ p modulo its size.
     before = piece.position[:, :1] - size + jnp.arange(size)[None]
     rows, place = jnp.arange(len(before))[:, None], () if layer is None else (layer,)
     join = lambda x, new: jnp.concatenate([x[place][rows, before % size], new], axis=1)
@@ -299,6 +302,7 @@ def _write_then_read(piece: _Piece, cache: _Cache, layer: Any) -> tuple[jax.Arra
     """The tokens are written, and read all that the cache then holds."""
     new = _stored(piece, cache, layer)
     size, place = cache.keys.shape[-2], () if layer is None else (layer,)
+    # A full cache has token p at place p.
     held = _newest(piece.position, size) if cache.window else jnp.broadcast_to(jnp.arange(size), (len(piece.q), size))
     return piece.read(new.keys[place], new.values[place], held, None), new
 
@@ -323,6 +327,7 @@ def _stored(piece: _Piece, cache: _Cache, layer: Any) -> _Cache:
     """The cache with the tokens of a piece in their places: of a window a single one. Tokens beyond max_length are left out."""
     if cache.window is not None:
         return _written(cache, layer, piece.position % cache.window, piece.k, piece.v)
+    # Promises to the compiler, which need not order the writes then.
     how: dict[str, Any] = {"mode": "drop", "unique_indices": True, "indices_are_sorted": True}
     return _written(cache, layer, piece.position, piece.k, piece.v, **how)
 

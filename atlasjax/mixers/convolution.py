@@ -54,6 +54,7 @@ def causal_convolution(
         y = jnp.sum(kernel[None] * inputs.astype(jnp.float32), axis=1, keepdims=True)
         return (y if bias is None else y + bias[None, None]), inputs[:, time:]
     kernel = _own_rows(kernel)
+    # Sums of bfloat16 inputs in float32.
     y = jnp.zeros(x.shape, jnp.float32)
     for j in range(width):
         tap = inputs[:, j : j + time].astype(jnp.float32)

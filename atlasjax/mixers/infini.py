@@ -204,6 +204,7 @@ def write(
     check.instance("infini.write", "memory", memory, Associative)
     check_shapes("infini.write", _AXES, memory=memory, k=k, v=v)
     phi = feature_map(k)
+    # All tokens of a block read the memory before it, as published; so one product writes them.
     error = v.astype(jnp.float32) - _divide(phi, memory)
     return Associative(
         memory.matrix + _einsum("bthk,bthv->bhkv", phi, error), memory.normalizer + jnp.sum(phi, axis=1)

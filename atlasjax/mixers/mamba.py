@@ -101,6 +101,7 @@ def _selective_scan(inputs: _Inputs, implementation: str | None) -> tuple[jax.Ar
     batch, time, channels = x.shape
     wide = wide_dtype(x.dtype)
     state = jnp.zeros((batch, A.shape[1], channels), wide) if state is None else state.astype(wide)
+    # A factor of the decay: a reset costs no selection of states.
     keep = jnp.ones((batch, time), wide) if resets is None else jnp.where(resets, 0.0, 1.0).astype(wide)
 
     chunk = min(_CHUNK, time)
@@ -140,6 +141,7 @@ def _scan_chunks(
 def _sequential(h, x, delta, A, B, C, keep):
     def token(h, token):
         x, delta, B, C, keep = token
+        # Decays are formed token by token: of all tokens they would be [time, state, channels].
         decay = keep[:, None, None] * jnp.exp(delta[:, None] * A[None])
         h = decay * h + (delta * x)[:, None] * B[:, :, None]
         return h, jnp.sum(h * C[:, :, None], axis=1)
@@ -155,6 +157,7 @@ def _associative(h, x, delta, A, B, C, keep):
         return first[0] * second[0], second[0] * first[1] + second[1]
 
     decays, writes = jax.lax.associative_scan(after, (decay, write), axis=0)
+    # The scan starts from zero; the state before the chunk decays by all decays so far.
     states = decays * h[None] + writes
     return states[-1], jnp.sum(states * C[..., None], axis=2)
 

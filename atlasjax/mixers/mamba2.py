@@ -81,9 +81,11 @@ def ssd(
     heads, groups = sizes["heads"], sizes["groups"]
     wide = wide_dtype(x.dtype)
     delta, A = delta.astype(wide), A.astype(wide)
+    # B writes and C reads: they are the keys and the queries of linear attention.
     k, q = (jnp.repeat(z, heads // groups, axis=2).astype(x.dtype) for z in (B, C))
     gates = gates._replace(retention=jnp.exp(delta * A[None, None]), step_size=delta)
     params = _params(heads, sizes["head_dim"], sizes["state"])
+    # A decoded token takes the step, which compiles no loop. A caller's choice of implementation is for sequences.
     if x.shape[1] == 1 and state is not None and segment_ids is None and implementation is None:
         q, k, v, gates = jax.tree.map(lambda z: z[:, 0], (q, k, x, gates))
         y, after = memory.step(rule, params, state, q, k, v, gates)

@@ -183,6 +183,7 @@ def trapezoidal_scan(
     wide = wide_dtype(x.dtype)
     delta, A, blend = (z.astype(wide) for z in (delta, A, blend))
     gates = _gates(gates, rank, delta, jnp.exp(delta * A), blend)
+    # R pairs of a token are R tokens in a row, of which only the first decays (`_gates`).
     q, k, v = (z.reshape(z.shape[0], z.shape[1] * rank, *z.shape[3:]).astype(x.dtype) for z in (C, B, x))
     params = _params(sizes["heads"], sizes["head_dim"], sizes["state"])
     if q.shape[1] == 1 and state is not None and segment_ids is None and implementation is None:
@@ -195,6 +196,7 @@ def trapezoidal_scan(
         )  # fmt: skip
     y = y.reshape(x.shape).astype(wide)
     if rank > 1:
+        # A read in the row of pair r sees the pairs up to r; the recurrence reads after all of them.
         y = y + _later_pairs(x.astype(wide), delta * blend, B.astype(wide), C.astype(wide))
     if D is not None:
         y = y + D.astype(wide)[None, None, None, :, None] * x.astype(wide)

@@ -166,10 +166,12 @@ def _empty(batch: int, length: int, k: jax.Array, v: jax.Array) -> Queue:
 
 def _read(block_size: int, queue: Queue, q: jax.Array, index: jax.Array) -> jax.Array:
     length = queue.keys.shape[1]
+    # The newest token is last. Before `index` blocks were written the places in front are empty.
     visible = jnp.arange(length)[None, None] >= length - index[:, None, None] * block_size
     return softmax_attention(Source(q, queue.keys, queue.values, visible))
 
 
 def _write(queue: Queue, k: jax.Array, v: jax.Array) -> Queue:
+    # A block longer than the queue leaves its last tokens.
     join = lambda old, new: jnp.concatenate([old, new], axis=1)[:, -old.shape[1] :]
     return Queue(join(queue.keys, k), join(queue.values, v))

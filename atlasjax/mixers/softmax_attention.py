@@ -75,6 +75,7 @@ def attention_of_layer(
     """
     kv_heads = others[0].k.shape[-2]
     _, batch, size, width = keys.shape
+    # Small enough for a core's cache, but not so small that the loop costs more than the reads.
     least = max(1, min(size // _SMALLEST_PIECE, size * width * keys.dtype.itemsize // _PIECE_BYTES))
     even = (n for n in range(least, 2 * least + 1) if size % n == 0)
     count = next(even, least)  # a number of pieces that leaves no remainder, if there is one
@@ -131,11 +132,13 @@ def _masked(products: jax.Array, q: jax.Array, visible: jax.Array | None) -> jax
 
 def _softmax(reads: Sequence[_Read], dtype: jnp.dtype) -> Float[Array, "batch time heads value_dim"]:
     largest = jnp.stack([jnp.max(read.logits, axis=-1) for read in reads]).max(axis=0)[..., None]
+    # It cancels in the quotient; its derivative is zero in exact arithmetic.
     largest = jax.lax.stop_gradient(largest)
     total, y = jnp.zeros_like(largest), jnp.zeros((), jnp.float32)
     for read in reads:
         weights = jnp.exp(read.logits - largest)
         total = total + jnp.sum(weights, axis=-1, keepdims=True)
+        # Unnormalized, so that all sources share one division at the end.
         y = y + read.sums(weights.astype(read.dtype))
     return (y / jnp.swapaxes(total, 1, 2)).astype(dtype)
 
@@ -166,6 +169,7 @@ def _few_products(q: jax.Array, k: jax.Array) -> jax.Array:
     the keys, and they are read once and in order. Several heads of queries may read one of keys.
     """
     batch, time, heads, _ = q.shape
+    # Zero outside a query's own head: one wide product instead of many narrow ones.
     own = _own(heads, k.shape[-2]).astype(q.dtype)
     wide = together(q[:, :, :, None] * own[None, None, :, :, None]).reshape(batch, time * heads, -1)
     logits = jnp.einsum(

@@ -157,12 +157,14 @@ def _whole(
     if segment_ids is None:
         grid = whole(batch, time, size)
         q, k, v = (grid.lay(x) for x in (q, k, v))
+        # Also saves the bank: a context of one block needs none.
         if grid.touched == 1:  # a single block has no memory to read
             return _attend(q[0], None, k[0], v[0], None, grid.index[0], **options)
         return grid.pick(_attend_blocks(q, k, v, matrices.uniform_states(k, v), grid.index, matrices, **options))
     assert max_segments is not None
     grid = documents(segment_ids, max_segments, size)
     q, k, v = (grid.lay(x) for x in (q, k, v))
+    # Blocks of different documents have different indices, and so different transitions; without documents all rows share them.
     states = matrices.states(k, v, grid.index)
     return grid.pick(_attend_blocks(q, k, v, states, grid.index, matrices, **options))
 

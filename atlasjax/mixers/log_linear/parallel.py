@@ -45,7 +45,9 @@ def _layout(segment_ids: jax.Array) -> _Layout:
     starts = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     segment = jnp.cumsum(starts, axis=1) - 1
     lengths = jax.vmap(lambda segment: jnp.zeros(time, jnp.int32).at[segment].add(1))(segment)
+    # The next power of two, by the number of leading zeros: no float, so no rounding of large lengths.
     rounded = jnp.where(lengths > 0, jnp.left_shift(1, 32 - jax.lax.clz(jnp.maximum(lengths - 1, 0))), 0)
+    # Longest first: the sum of longer powers of two is a multiple of each shorter one, so no gaps are needed.
     order = jnp.argsort(-rounded, axis=1)
     ordered = jnp.take_along_axis(rounded, order, axis=1)
     begin = grid.lay(jnp.cumsum(ordered, axis=1) - ordered, time, order)
