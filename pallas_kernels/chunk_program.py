@@ -1,4 +1,4 @@
-"""What one program of `chunk_scan` holds: some heads, whose channels lie in lanes, and some chunks of them."""
+"""The layout of one program of `chunk_scan`: some heads, whose channels lie in lanes, and some chunks of them."""
 
 import functools
 import math
@@ -48,7 +48,7 @@ class Unroll(NamedTuple):
     backward: int = 1
 
     def dividing(self, count: int) -> "Unroll":
-        """As many, or fewer if that does not divide the number of chunks."""
+        """The same number of chunks, or fewer if that does not divide the number of all."""
         return Unroll(*(math.gcd(number, count) for number in self))
 
 

@@ -86,7 +86,7 @@ def chunk_scan(
 
 
 class _Settings(NamedTuple):
-    """What is static: the chunk's function and its shapes, how to run the kernel, and the dtype of the outputs."""
+    """The static settings: the chunk's function and its shapes, how to run the kernel, and the dtype of the outputs."""
 
     chunk: Chunk
     shapes: Shapes

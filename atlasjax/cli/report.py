@@ -1,4 +1,4 @@
-"""What `atlasjax train` prints at its end: baselines, a sample, and a prompt to try."""
+"""The report that `atlasjax train` prints at its end: baselines, a sample, and a prompt to try."""
 
 import collections
 import dataclasses

@@ -206,7 +206,7 @@ def make_pipeline(
 
 @dataclasses.dataclass(frozen=True)
 class _Asked:
-    """What `make_pipeline` is asked for."""
+    """The arguments of `make_pipeline`."""
 
     config: DataConfig
     tokenizer: Tokenizer

@@ -27,7 +27,7 @@ _NAMED = 4  # differences, processes and hosts named in one line
 
 
 class Report(TypedDict):
-    """What a process reports: its index, the number of processes that it expects, where it runs, and its facts."""
+    """The report of a process: its index, the number of processes that it expects, where it runs, and its facts."""
 
     process: int
     processes: int
@@ -208,7 +208,7 @@ class _Strangers:
         self._over = False
 
     async def report(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Report | None:
-        """What a caller reports. None, and it is sent away, if it is no process of the job."""
+        """The report of a caller. None if the caller is no process of the job, and is sent away."""
         line = asyncio.ensure_future(reader.readline())
         self._waiting[line] = None
         while len(self._waiting) > self._most:

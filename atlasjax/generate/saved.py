@@ -66,12 +66,12 @@ class ContextFiles:
         self._model, self._about = model, _about(model)
 
     def save(self, context: Context, file: str | os.PathLike[str] | StorePath) -> None:
-        """As `save_context`."""
+        """`save_context` of this context."""
         own = {"num_tokens": context.num_tokens.tolist(), "max_length": context.max_length, "note": context.note}
         tensors.save(path(file), _KIND, _arrays(context), self._about | own, mode=0o600)
 
     def load(self, file: str | os.PathLike[str] | StorePath) -> Context:
-        """As `load_context`."""
+        """`load_context` for this model."""
         where = repr(str(path(file)))
         arrays, about = tensors.load(path(file), _KIND)
         # Compared as JSON: a config that the file described would be built by what the file names.

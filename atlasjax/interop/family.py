@@ -152,7 +152,7 @@ class Fields:
             raise self._wrong(name, value, " or ".join(map(repr, allowed)) + ", the form that this library's layer has")
 
     def fixed(self, **values: object) -> None:
-        """As `require`, for fields that each may have one value only."""
+        """`require` for fields that each may have one value only."""
         for name, value in values.items():
             self.require(name, value)
 

@@ -47,7 +47,7 @@ def save(peer: pathlib.Path, folder: tensors.Folder, kept: frozenset[str]) -> No
 
 @contextlib.contextmanager
 def opened(peer: AnyPath, kept: frozenset[str]) -> Iterator[tensors.Folder | None]:
-    """What `save` has copied, which must have the tensors `kept`. None if there are none.
+    """The copies that `save` has made, which must have the tensors `kept`. None if there are none.
 
     Raises:
       ConfigError: tensors are missing.

@@ -40,7 +40,7 @@ def save(peer: pathlib.Path, family: str, folder: tensors.Folder) -> None:
 
 
 def read(peer: AnyPath, families: Iterable[str]) -> Manifest | None:
-    """What `save` has written; None for a run that was not imported.
+    """The manifest that `save` has written; None for a run that was not imported.
 
     Raises:
       ConfigError: it is damaged.

@@ -13,7 +13,7 @@ from atlasjax.storage.tensors import DTYPES, KINDS
 from atlasjax.train.errors import ConfigError
 
 NAME = "atlasjax"
-"""As `model_type` in config.json, and as the name of the form."""
+"""The name of the form, which is also `model_type` in config.json."""
 
 
 def is_mine(given: Mapping[str, object]) -> bool:

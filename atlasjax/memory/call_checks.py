@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class AnyRule(Protocol):
-    """What the checks ask of a rule."""
+    """The traits of a rule that the checks need."""
 
     def __hash__(self) -> int: ...
 

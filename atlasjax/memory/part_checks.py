@@ -167,7 +167,7 @@ def _is_shape(value: object) -> bool:
 def _initial_weights(
     structure: Structure, key: jax.Array | None, feature_dim: int, value_dim: int
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """What `structure.init` returns, checked."""
+    """The checked result of `structure.init`."""
     wanted, told = check_weight_shapes(structure, feature_dim, value_dim), f"{type(structure).__name__}.init"
     init = lambda: structure.init(jax.random.key(0) if key is None else key, feature_dim, value_dim)
     weights = tried(told, lambda: jax.eval_shape(init))
@@ -181,7 +181,7 @@ def _initial_weights(
 
 
 def _initial_coefficients(features: Features) -> Any:
-    """What `features.init` returns, checked."""
+    """The checked result of `features.init`."""
     told = f"{type(features).__name__}.init"
     coefficients = tried(told, features.init)
     if coefficients is not None and not _is_floating(coefficients):
@@ -311,7 +311,7 @@ def check_all_applied(structure: Structure, weights: Collection[str], applied: C
 
 
 def tried(told: str, call: Callable[[], T], absent: Sequence[str] = ()) -> T:
-    """What the call of a method returns.
+    """The result of a method's call.
 
     Args:
       told: class and method.

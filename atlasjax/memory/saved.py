@@ -107,7 +107,7 @@ def _with_floats(expected: jax.ShapeDtypeStruct, have: np.ndarray | None) -> jax
 
 
 def _about(rule: Rule[Params, State], params: Params, where: str) -> dict[str, object]:
-    """What a state belongs to, as values of JSON."""
+    """The rule, the sizes and the parameters of a state, as values of JSON."""
     check_rule(rule, where)
     rule.check_params(params, where)
     check_arrays(where, params=params)

@@ -34,7 +34,7 @@ Shape = tuple[int, int, int]  # batch, time and heads of a call
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What was measured for one rule and size on one device.
+    """A measurement of one rule and size on one device.
 
     Attributes:
       device: its kind, such as "TPU v5 lite".
@@ -77,7 +77,7 @@ class Choice:
 
     @property
     def key(self) -> Key:
-        """What it is for."""
+        """The device, the versions, the rule and the sizes that were measured."""
         return self.device, self.jax, self.sources, self.rule, self.key_dim, self.value_dim, self.dtype
 
 
@@ -192,7 +192,7 @@ def write(choice: Choice, folder: pathlib.Path | None = None) -> pathlib.Path:
 
 
 def choice_for(rule: object, q: jax.Array, v: jax.Array) -> Choice | None:
-    """What was measured for a call on jax's default device, or for the call nearest to it in size; None if nothing was.
+    """The measurement for a call on jax's default device, or for the call nearest to it in size; None if nothing was.
 
     Arguments as in `memory.scan`.
     """

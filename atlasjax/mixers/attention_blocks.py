@@ -24,7 +24,7 @@ class Persistent(NamedTuple):
     def source(
         self, q: Float[Array, "batch time heads key_dim"], key_dtype: jnp.dtype, value_dtype: jnp.dtype
     ) -> Source:
-        """As what the queries, which are not rotated, read."""
+        """The source that unrotated queries read."""
         return Source(q, self.keys.astype(key_dtype), self.values.astype(value_dtype))
 
 

@@ -220,7 +220,7 @@ def _gates(gates: memory.Gates, rank: int, delta: jax.Array, decay: jax.Array, b
 
 
 def _later_pairs(x: jax.Array, weight: jax.Array, B: jax.Array, C: jax.Array) -> jax.Array:
-    """What read r lacks of its token's own pairs: those that are written after it."""
+    """The reads of a token's pairs that are written after read r, which the recurrence leaves out."""
     highest = jax.lax.Precision.HIGHEST
     later = jnp.triu(jnp.ones((x.shape[2], x.shape[2]), x.dtype), 1)
     scores = jnp.einsum("btrhn,btjhn->bthrj", C, B, precision=highest) * weight[..., None, None] * later

@@ -91,7 +91,7 @@ class _Tokens(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """What queries have read so far.
+    """The sums that queries have read so far.
 
     top, total: the largest logit, and the sum of weights, [batch, kv_heads, groups, time]. values: the sum of weighted values,
     [batch, kv_heads, groups, time, value_dim].

@@ -112,7 +112,7 @@ def attention_of_layer(
 
 
 class _Read(NamedTuple):
-    """What a softmax reads: logits [batch, heads, time, size], and weights of that shape and dtype → sums of the values."""
+    """The inputs of a softmax: logits [batch, heads, time, size], and weights of that shape and dtype → sums of the values."""
 
     logits: jax.Array
     sums: Callable[[jax.Array], jax.Array]

@@ -60,7 +60,7 @@ class CachingConfig:
     def added(
         cls, aggregation: Literal["residual", "grm", "soup", "ssc"] = "grm", segment_size: int = 256
     ) -> "CachingConfig":
-        """What a trained model can be given: memories carry over as before, and the weight of the cached ones starts at 0."""
+        """Caching for a trained model: memories carry over as before, and the weight of the cached ones starts at 0."""
         return cls(aggregation, segment_size, start="carry", blended=True)
 
     def around(self, rule: memory.Rule) -> memory.CachedRule | memory.LogLinearRule:

@@ -98,7 +98,7 @@ class MemoryHeads(Module):
 
     @property
     def memory_call(self) -> MemoryCall:
-        """What a whole sequence is read with."""
+        """The call of `memory.scan` for a whole sequence."""
         return MemoryCall(self.rule, self.heads, self.key_dim, self.value_dim)
 
     def init_state(self, batch_size: int, max_length: int | None = None) -> MemoryMixerState:

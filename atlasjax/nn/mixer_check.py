@@ -59,7 +59,7 @@ def check_own_calls(config: ModelConfig, time: int, *, packed: bool) -> None:
 
 @functools.lru_cache
 def why_not_decoded(config: ModelConfig) -> str | None:
-    """What a mixer of a model or of its branch raises when tokens are decoded: one that is named "package.module:Class" and whose
+    """The error of a mixer of a model or of its branch when tokens are decoded: one that is named "package.module:Class" and whose
     `init_state` or `extend` raises NotImplementedError. None if there is no such mixer."""
     for where, mixer, its_config in _own_mixers(config):
         try:

@@ -182,7 +182,7 @@ class Layer(Module):
         return x if norm is None or self.has_post_norm else norm(x)
 
     def _after(self, norm: RMSNorm | LayerNorm, y: jax.Array) -> jax.Array:
-        """What is added to the residual stream, from the output y."""
+        """The term that is added to the residual stream, from the output y."""
         return norm(y) if self.has_post_norm else y
 
     def _around(

@@ -38,7 +38,7 @@ class Address:
 
     @property
     def url(self) -> str:
-        """As a client writes it."""
+        """The address as a client writes it."""
         return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
 

@@ -58,7 +58,7 @@ def files(name: str, revision: str | None = None) -> list[str]:
 
 
 def fetched(name: "str | os.PathLike[str] | StorePath") -> AnyPath:
-    """As `expanded`; for "hf://…" the path of `local`. Raises as both."""
+    """The path of `expanded`; for "hf://…" that of `local`. Raises the errors of both."""
     return local(name) if isinstance(name, str) and name.startswith(SCHEME) else expanded(name)
 
 

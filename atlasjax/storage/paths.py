@@ -262,7 +262,7 @@ def path(name: "str | os.PathLike[str] | StorePath") -> AnyPath:
 
 
 def expanded(name: "str | os.PathLike[str] | StorePath") -> AnyPath:
-    """As `path`, where "~" at the beginning is the home folder.
+    """`path`, with the home folder for a "~" at the beginning.
 
     Raises:
       ValueError: as `path`; or there is no such user.

@@ -39,7 +39,7 @@ class Decays(NamedTuple):
 
 
 class Coefficients(NamedTuple):
-    """Of windowed gradients Σ_i Γ[t,i] ∇_i, and of the carry.
+    """Coefficients of windowed gradients Σ_i Γ[t,i] ∇_i, and of the carry.
 
     memory: C Γ⁻¹ [m, P · m], of gradients in M_t. start, started: a and s, of M_0 and S_0. momentum: of gradients in S at the
     chunk's end, a row; momentum_start: of S_0, [1, …].

@@ -312,7 +312,7 @@ def _tokens(chunk: MemoryChunk, xs: Arrays, window: Arrays) -> Tokens:
 
 
 def _at_end(chunk: MemoryChunk, gates: jax.Array, real: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """Of one chunk: the weights of its gradients in W and S at its end [1 or 2, E], and a, s, β there [3]."""
+    """For one chunk: the weights of its gradients in W and S at its end [1 or 2, E], and a, s, β there [3]."""
     rows = chunk.named(gates)
     at_end = coefficients(decays(rows), rows.step)
     weights = _of_gradients(at_end)

@@ -36,7 +36,7 @@ MOST_TOKENS = 64  # of a chunk: matrices of its pairs are held in registers
 
 
 class Solved(TypedDict):
-    """What `states` keeps of each chunk's system, [rows, chunks, …], for E tokens.
+    """The arrays that `states` keeps of each chunk's system, [rows, chunks, …], for E tokens.
 
     Attributes:
       weights: of the gradients of each block in the next W and S, [1 or 2, E_b].

@@ -81,13 +81,13 @@ class StepCotangents(BoundedSteps):
             store()
 
     def store_weights_cotangents(self, after: Sequence[Refs]) -> None:
-        """Of the weights of the gradients, from the cotangents `after` of the next W and S: their inner products with each."""
+        """Cotangents of the gradients' weights: inner products with the cotangents `after` of the next W and S."""
         for block in self.blocks:
             for place, x in enumerate(self.inner(block, after)):
                 self.scratch["of_columns"][place, block.place] = x
 
     def store_solution_cotangents(self) -> None:
-        """Of the equations' right side, by which also that of L is known, and of the step sizes."""
+        """Cotangents of the equations' right side, which also gives that of L, and of the step sizes."""
         sizes = jnp.zeros((), jnp.float32)
         for part in range(1 + self.chunk.momentum):
             sizes = sizes - self.at_end(part)[:, None] * self.over_window(self.scratch["of_columns"], part)
@@ -110,7 +110,7 @@ class StepCotangents(BoundedSteps):
         return jax.lax.fori_loop(0, d.shape[0], step, d)[:, None]
 
     def _system_cotangents(self) -> Windowed:
-        """Of the windowed gradients, with that of the Gram matrix plus its transpose."""
+        """Cotangents of the windowed gradients, with that of the Gram matrix plus its transpose."""
         right, sizes = (self.scratch["of_solution"][place, :][:, None] for place in range(2))
         solved = self.solved["solution"][self.i]
         found = functools.partial(equations, self.known)
@@ -120,7 +120,7 @@ class StepCotangents(BoundedSteps):
         return d._replace(gram=d.gram + d.gram.T)
 
     def store_system_cotangents(self) -> None:
-        """Of the windowed gradients, and in place of the weights' cotangents those of the tokens' own."""
+        """Cotangents of the windowed gradients, and in place of the weights' cotangents those of the tokens' own."""
         of = self._system_cotangents()
         for block in self.blocks:
             for place, x in enumerate(x for x in of[1:] if x is not None):
@@ -146,7 +146,7 @@ class StepCotangents(BoundedSteps):
         self.over_tiles(columns, None)
 
     def store_of_factors(self) -> None:
-        """What the Gram matrix adds to the cotangents of the factors of a hidden layer: a sum over the factors of all tokens."""
+        """The Gram matrix's part of the cotangents of the factors of a hidden layer: a sum over the factors of all tokens."""
         for block, target in zip(self.blocks, self.scratch["of_factors"]):
             for number, other in enumerate(self.blocks if target else ()):
                 if number:
@@ -171,7 +171,7 @@ class StepCotangents(BoundedSteps):
         self.step.tiles(tile, None)
 
     def store_of_outer(self) -> None:
-        """What the Gram matrix adds to the cotangent of g: a sum over the g of all tokens."""
+        """The Gram matrix's part of the cotangent of g: a sum over the g of all tokens."""
         for block, target in zip(self.blocks, self.scratch["of_outer"]):
             total = jnp.zeros(target.shape, jnp.float32)
             for other in self.blocks:
@@ -181,11 +181,11 @@ class StepCotangents(BoundedSteps):
             target[...] = total
 
     def of_outer(self, block: ScratchBlock) -> jax.Array:
-        """What `store_of_outer` found."""
+        """The sums that `store_of_outer` stored."""
         return self.scratch["of_outer"][self.blocks.index(block)][...]
 
     def of_factor(self, block: ScratchBlock, name: str, j: Index) -> jax.Array:
-        """What `store_of_factors` found for a tile of a weight's factor."""
+        """The sums that `store_of_factors` stored for a tile of a weight's factor."""
         return self.scratch["of_factors"][self.blocks.index(block)][name][:, self.step.columns(j)]
 
     def columns(self, block: ScratchBlock) -> list[jax.Array]:

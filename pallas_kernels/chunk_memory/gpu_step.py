@@ -1,4 +1,4 @@
-"""What both GPU kernels of the chunkwise memory do with a chunk's tokens, tile by tile of the hidden width."""
+"""The work of both GPU kernels of the chunkwise memory on a chunk's tokens, tile by tile of the hidden width."""
 
 import dataclasses
 import functools
@@ -43,7 +43,7 @@ class Tokens(TypedDict):
 
 
 class StepGates(TypedDict):
-    """What the bounded step sizes of each chunk of m tokens take from its gates.
+    """The part of the gates that bounded step sizes take, for each chunk of m tokens.
 
     Attributes:
       columns: the columns of `bound.System` in its order, then the weights at the chunk's end of windowed gradients in W and S for
@@ -209,7 +209,7 @@ class Step:
         return block.key_tile(self.columns(j))
 
     def gradients(self, block: "Block", g: jax.Array, w: Matrices, j: Index) -> tuple[jax.Array, Matrices]:
-        """Of a tile: h, the input of the outer weight, and the left factors of the gradients of the inner ones.
+        """For a tile: h, the input of the outer weight, and the left factors of the gradients of the inner ones.
 
         g: the outer weight's left factor, [E, value_dim]."""
         if not self.layers.inner:
@@ -307,7 +307,7 @@ class ScratchBlock(Block):
 
 
 def thresholds(tokens: Tokens) -> Sequence[Any]:
-    """Those of each block, or None."""
+    """The thresholds of each block, or None."""
     return tokens["thresholds"] or [None] * len(tokens["blocks"])
 
 
@@ -335,7 +335,7 @@ def narrow(channels: int, dtype: jax.typing.DTypeLike) -> bool:
 
 
 class Settings(NamedTuple):
-    """What is static in both kernels.
+    """The static settings of both kernels.
 
     Attributes:
       chunk, limits, interpret: as in `gpu.memory_scan`.

@@ -53,7 +53,7 @@ def push_layer(
 
 
 def _to_cache(rule: CachedSpec[Params], state: CachedState) -> tuple[Weights, jax.Array]:
-    """What the segment's memory leaves in the cache: its weights and its pooled key."""
+    """The weights and the pooled key that the segment's memory leaves in the cache."""
     weights = rule.rule.cached_weights(state.online)
     if rule.stop_gradient:
         weights = jax.lax.stop_gradient(weights)

@@ -23,7 +23,10 @@ _BLOCK = 128  # tokens that read one memory together in `read_selected`
 
 
 class MixingRule(Protocol):
-    """What a `CachedRule` with `mixes_weights` asks of the rule inside it. Arguments as in `Rule`; call: the fields of `Tokens`."""
+    """The methods that a `CachedRule` with `mixes_weights` needs of the rule inside it.
+
+    Arguments as in `Rule`; call: the fields of `Tokens`.
+    """
 
     def scan(
         self,

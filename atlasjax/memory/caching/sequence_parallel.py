@@ -158,7 +158,7 @@ def _read_in_turn(
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def turn(params: Params, q: jax.Array, given: tuple, j: jax.Array, mine: Weights) -> tuple[jax.Array, jax.Array]:
-        """What memory j of each device adds to the reads, and to the sums of γ."""
+        """The reads of memory j of each device, and its part of the sums of γ."""
         sees = seen(numbers + j)
         shares = gating.unnormalized(rule, scores(given, numbers + j), sees[:, None, None], top)
         add = lambda y, xs: (y + read(params, q, *xs), None)

@@ -34,7 +34,7 @@ STARTS = {"fresh": "each segment starts from M_0", "carry": "each continues from
 
 @dataclasses.dataclass(frozen=True)
 class CachedSpec(WrappedRule[Params, CachedState]):
-    """What a `CachedRule` is: its choices, and what follows from them. How it runs is in `rule`."""
+    """The choices of a `CachedRule`, and what follows from them. `rule` runs it."""
 
     has_connector: ClassVar[bool] = True
     segments_continue: ClassVar[bool] = False
@@ -130,7 +130,7 @@ class CachedSpec(WrappedRule[Params, CachedState]):
         return gates
 
     def weight_norm(self, state: CachedState) -> Float[Array, "batch heads"] | None:
-        """That of the memory which is being written."""
+        """The norm of the memory that is being written."""
         return self.rule.weight_norm(state.online)
 
     def max_length(self, state: object) -> int | None:

@@ -109,7 +109,7 @@ class Slot(NamedTuple):
 
 
 class Differentiated(PartsWithFeatures, Protocol):
-    """What `gradient_factors` asks of a rule of any family."""
+    """The traits of a rule of any family that `gradient_factors` needs."""
 
     @property
     def limited_objective(self) -> Objective: ...

@@ -21,7 +21,7 @@ class Choices(PartsWithFeatures, Protocol):
 
 
 def _clashes_of_muon(kind: Optimizer) -> Iterator[tuple[str, str]]:
-    """What an optimizer that orthogonalizes must have, which may be a user's own."""
+    """The fields of an optimizer that orthogonalizes, which may be a user's own."""
     optimizer = f"optimizer={kind!r}"
     steps, schedule = (getattr(kind, name, None) for name in ("steps", "schedule"))
     if not is_integer(steps, 0):

@@ -124,7 +124,7 @@ def tokens_of(rule: MemorySpec, params: MemoryParams, slot: Slot) -> LinearToken
 
 
 def removal_of(rule: MemorySpec, key: jax.Array, step_size: jax.Array | None, own: OwnKeys) -> Removal | None:
-    """What tokens of a rule with `is_linear` remove, within the rule's bound; None for linear attention.
+    """The removal by tokens of a rule with `is_linear`, within the rule's bound; None for linear attention.
 
     Args:
       key: φ(k), [..., D].

@@ -49,7 +49,7 @@ class Prepared(NamedTuple):
 
 
 class Reads(NamedTuple):
-    """What a block's queries read: [W_0, S_0] with `start` [m, 2 D], and the errors e with `scores` [m, m]."""
+    """The reads of a block's queries: [W_0, S_0] with `start` [m, 2 D], and the errors e with `scores` [m, m]."""
 
     start: jax.Array
     scores: jax.Array

@@ -20,7 +20,7 @@ from atlasjax.memory.gates import Weights
 
 
 class _Bounded(NamedTuple):
-    """What the bound needs to know of a token: ⟨g_t, M_{t'}⟩ and n_t."""
+    """Two numbers of a token that the bound needs: ⟨g_t, M_{t'}⟩ and n_t."""
 
     start: jax.Array
     scale: jax.Array

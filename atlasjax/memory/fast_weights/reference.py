@@ -145,7 +145,7 @@ def _token(rule: MemorySpec, params: MemoryParams, initial: dict, carry: dict, t
 
 
 def _by_token(tokens: Tokens, dtype: jnp.dtype) -> dict[str, jax.Array]:
-    """What each token of a head has, name → [batch, time, heads, …]. Gates that the rule does not use are ones."""
+    """The inputs of each token of a head, name → [batch, time, heads, …]. Gates that the rule does not use are ones."""
     q, k, v, gates, _ = tokens
     wide = lambda x: x.astype(wide_dtype(x.dtype, dtype))
     ones = jnp.ones(q.shape[:3], dtype)

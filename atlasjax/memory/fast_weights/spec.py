@@ -27,7 +27,7 @@ from atlasjax.memory.part_checks import check_feature_dim
 
 @dataclasses.dataclass(frozen=True)
 class MemorySpec(FamilyRule[MemoryParams, MemoryState]):
-    """What a `MemoryRule` is: its choices, and what follows from them. How it runs is in `rule`."""
+    """The choices of a `MemoryRule`, and what follows from them. `rule` runs it."""
 
     has_kernels: ClassVar[bool] = True
     caching_limits: ClassVar[Mapping[str, str]] = {}

@@ -18,7 +18,7 @@ from atlasjax.memory.wrapped import check_lengths
 
 @dataclasses.dataclass(frozen=True)
 class HierarchicalSpec(FamilyRule[HierarchicalParams, HierarchicalState]):
-    """What a `HierarchicalRule` is: its choices, and what follows from them. How it runs is in `rule`."""
+    """The choices of a `HierarchicalRule`, and what follows from them. `rule` runs it."""
 
     rule: Rule[PyTree, PyTree]
     global_chunk: int = 2048
@@ -135,7 +135,7 @@ class HierarchicalSpec(FamilyRule[HierarchicalParams, HierarchicalState]):
         return dataclasses.replace(self, rule=self.rule.for_unit_keys(key_dim))
 
     def weight_norm(self, state: HierarchicalState) -> Float[Array, "batch heads"] | None:
-        """That of the largest of the memories."""
+        """The norm of the largest of the memories."""
         memories = (state.global_memory, *state.local_memories)
         norms = [rule.weight_norm(memory) for rule, memory in zip(self.members, memories, strict=True)]
         known = [norm for norm in norms if norm is not None]

@@ -27,7 +27,7 @@ class Piece(NamedTuple):
 
 
 class Written(NamedTuple):
-    """What the tokens of a chunk so far write: G, name → [batch, heads, out, in], and the sum of θ [batch, heads] or None."""
+    """The writes of a chunk's tokens so far: G, name → [batch, heads, out, in], and the sum of θ [batch, heads] or None."""
 
     sums: Weights
     decay_sum: jax.Array | None

@@ -25,7 +25,7 @@ NEWTON_SCHULZ_STEPS = 5  # as published; "lact" has as many triples
 
 @dataclasses.dataclass(frozen=True)
 class LargeChunkSpec(FamilyRule[MemoryParams, LargeChunkState]):
-    """What a `LargeChunkRule` is: its choices, and what follows from them. How it runs is in `rule`."""
+    """The choices of a `LargeChunkRule`, and what follows from them. `rule` runs it."""
 
     # What the checks of parts and the table of rules ask of every rule, and this one has no choice of.
     features: ClassVar[features_lib.Features] = features_lib.Identity()
@@ -112,5 +112,5 @@ class LargeChunkSpec(FamilyRule[MemoryParams, LargeChunkState]):
         self, key_dim: int, value_dim: int, forgetting: np.ndarray, momentum_decay: np.ndarray,
         window_weights: np.ndarray, similar_keys: bool,
     ) -> tuple[np.ndarray, float]:  # fmt: skip
-        """Those of LaCT: 0.001, and up to 16 times as much."""
+        """The step sizes of LaCT: 0.001, and up to 16 times as much."""
         return np.full_like(forgetting, 1e-3), 16e-3

@@ -15,7 +15,7 @@ from atlasjax.memory.wrapped import WrappedRule, check_lengths
 
 @dataclasses.dataclass(frozen=True)
 class LogLinearSpec(WrappedRule[Params, LogLinearState]):
-    """What a `LogLinearRule` is: its choices, and what follows from them. How it runs is in `rule`."""
+    """The choices of a `LogLinearRule`, and what follows from them. `rule` runs it."""
 
     has_connector: ClassVar[bool] = True
     segments_continue: ClassVar[bool] = False
@@ -62,7 +62,7 @@ class LogLinearSpec(WrappedRule[Params, LogLinearState]):
         return self.rule.gate_channels(key_dim, value_dim) | {"connector": 1 + self.levels}
 
     def weight_norm(self, state: LogLinearState) -> Float[Array, "batch heads"] | None:
-        """That of the memory of the current segment."""
+        """The norm of the memory of the current segment."""
         return self.rule.weight_norm(state.own)
 
     def max_length(self, state: object) -> int | None:

@@ -17,7 +17,7 @@ SOLVERS = ("conjugate_gradient", "exact")
 
 @dataclasses.dataclass(frozen=True)
 class MesaSpec(FamilyRule[MesaParams, MesaState]):
-    """What a `MesaRule` is: its choices, and what follows from them. How it runs is in `rule`."""
+    """The choices of a `MesaRule`, and what follows from them. `rule` runs it."""
 
     structure: ClassVar[structures.Structure] = structures.Matrix()
 

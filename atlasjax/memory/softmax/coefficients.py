@@ -27,7 +27,7 @@ class Transition(NamedTuple):
 
 
 class Writes(NamedTuple):
-    """What the coefficients of a chunk's gradients are made of, for a rule whose steps are bounded.
+    """The parts of the coefficients of a chunk's gradients, for a rule whose steps are bounded.
 
     Attributes:
       steps: η_t γ_{t,j}, [b, E].

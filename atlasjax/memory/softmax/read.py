@@ -58,7 +58,7 @@ def read_state(rule: SoftmaxSpec, params: SoftmaxParams, state: SoftmaxState, q:
 
 
 def cached_weights(state: SoftmaxState) -> Weights:
-    """What a `CachedRule` keeps of a state: the terms of the sums at a chunk's end, and an MLP's W1. Empty places add zero."""
+    """The part of a state for a `CachedRule`: the terms of the sums at a chunk's end, and an MLP's W1. Empty places add zero."""
     entries = {"keys": state.keys, "coefficients": state.coefficients, "decay": state.decay[..., None]}
     return {**state.weights, **entries}
 

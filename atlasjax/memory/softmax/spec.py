@@ -21,7 +21,7 @@ from atlasjax.memory.softmax.state import SoftmaxParams, SoftmaxState
 
 @dataclasses.dataclass(frozen=True)
 class SoftmaxSpec(FamilyRule[SoftmaxParams, SoftmaxState]):
-    """What a `SoftmaxRule` is: its choices, and what follows from them. How it runs is in `rule`."""
+    """The choices of a `SoftmaxRule`, and what follows from them. `rule` runs it."""
 
     caching_limits: ClassVar[Mapping[str, str]] = {
         'start="carry"': (

@@ -134,8 +134,11 @@ def _sums_of_layer(rule: SoftmaxSpec, caches: Cache, layer: jax.Array) -> CacheS
 
 
 class Written(NamedTuple):
-    """What a token leaves behind, [batch, heads, …]: its tail, with a place for the last token of a chunk too, and of the chunk's
-    tokens ∂ℓ/∂h [c − 1 + b, width], the gradients of the other weights, and their coefficients."""
+    """The arrays that a token leaves behind, [batch, heads, …].
+
+    The tail, with a place for the last token of a chunk too. For the chunk's tokens: ∂ℓ/∂h [c − 1 + b, width], the gradients of
+    the other weights, and their coefficients.
+    """
 
     tail: Tail
     left: jax.Array

@@ -89,7 +89,7 @@ class Mamba2Mixer(RecurrentMixer):
 
     @property
     def memory_call(self) -> MemoryCall | None:
-        """What a whole sequence is read with."""
+        """The call of `memory.scan` for a whole sequence."""
         return MemoryCall(self.rule, self.num_heads, self.state_dim, self.head_dim)
 
     @property

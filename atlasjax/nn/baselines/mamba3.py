@@ -105,7 +105,7 @@ class Mamba3Mixer(RecurrentMixer):
 
     @property
     def memory_call(self) -> MemoryCall:
-        """What a whole sequence is read with."""
+        """The call of `memory.scan` for a whole sequence."""
         return MemoryCall(self.rule, self.num_heads, self.state_dim, self.head_dim)
 
     @property

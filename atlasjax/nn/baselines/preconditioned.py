@@ -61,7 +61,7 @@ class Curvature(Module):
 
 
 class PreconditionedMixer(MatrixMixer):
-    """What a mixer of a delta rule becomes with curvature: a base class before that of the mixer, whose rule has a read key.
+    """Curvature for a mixer of a delta rule: a base class before that of the mixer, whose rule has a read key.
 
     Consecutive heads of the memory share a curvature, of which there are as many as in `curvature`.
     """

@@ -143,7 +143,7 @@ class MatrixMixer(RecurrentMixer):
 
     @property
     def memory_call(self) -> MemoryCall:
-        """What a whole sequence is read with."""
+        """The call of `memory.scan` for a whole sequence."""
         return MemoryCall(self.rule, self.num_heads, self.key_dim, self.value_dim)
 
     @property
@@ -164,7 +164,7 @@ class MatrixMixer(RecurrentMixer):
         return run_memory(self.rule, tokens, state, segment_ids, max_segments, self.implementation, params)
 
     def memory_params(self) -> PyTree:
-        """What `memory.scan` takes: a matrix that starts at zero and is not learned."""
+        """The parameters of the memory: a matrix that starts at zero and is not learned."""
         return _zero(self.num_heads, self.key_dim, self.value_dim)
 
 

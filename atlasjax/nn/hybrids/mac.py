@@ -165,7 +165,7 @@ class MACMixer(Module):
         return grid.pick_chunks(y, time, place), norms
 
     def _ends(self, count: int) -> jax.Array | None:
-        """Of `count` segments, those before which gradients through the memory end. None: no such segment."""
+        """The segments, among `count`, before which gradients through the memory end. None: no such segment."""
         if self.flow is None or count <= self.flow:
             return None
         number = jnp.arange(count)
