@@ -81,7 +81,7 @@ class BatchIterator(Iterator[Batch]):
             raise ValueError(f"The saved data position belongs to another pipeline: {'; '.join(differences)}.")
         position, own = state["position"], self._iterator.get_state()
         if isinstance(position, dict) and isinstance(position.get("readers"), dict) and "readers" in own:
-            # Those of other processes are left out.
+            # Batches of other processes are left out.
             readers = {name: reader for name, reader in position["readers"].items() if name in own["readers"]}
             position = {**position, "readers": readers}
         _check_position(position, own, "position")

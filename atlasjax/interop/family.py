@@ -22,7 +22,7 @@ _NEUTRAL = (
     "fuse_norm", "fuse_swiglu", "fused_add_norm", "initializer_range", "max_position_embeddings", "model_type", "pad_token_id",
     "residual_in_fp32", "torch_dtype", "transformers_version", "unk_token_id", "use_cache", "use_l2warp", "_name_or_path",
 )  # fmt: skip
-# Those that other versions of transformers write into every config: of labels, outputs, generation, loading and training.
+# Fields that other versions of transformers write into every config: of labels, outputs, generation, loading and training.
 INERT = (
     "_attn_implementation", "_attn_implementation_autoset", "_attn_implementation_internal", "_commit_hash",
     "_experts_implementation", "_experts_implementation_internal", "attn_implementation", "bad_words_ids", "begin_suppress_tokens",
@@ -35,7 +35,7 @@ INERT = (
     "task_specific_params", "temperature", "tf_legacy_loss", "tokenizer_class", "top_k", "top_p", "torchscript", "typical_p",
     "unsloth_fixed", "unsloth_version", "use_bfloat16",
 )  # fmt: skip
-# Those with the one value that changes nothing.
+# Fields with the one value that changes nothing.
 _OFF: dict[str, tuple[object, ...]] = {
     "add_cross_attention": (False,), "is_encoder_decoder": (False,), "pruned_heads": ({},), "quantization_config": (None,),
     "tie_encoder_decoder": (False,),
@@ -363,7 +363,7 @@ def _attention(config: ModelConfig) -> dict[str, object]:
     return found | {"attention_sizes": sizes, "attention.rope_dim": given.rope_dim or sizes.key_dim}
 
 
-# What decides the function of every model.
+# Fields that decide the function of every model.
 _ALWAYS = (
     "vocab_size", "dim", "num_layers", "pattern", "caching", "ffn", "blocks", "norm", "embedding_norm", "positions",
     "tie_embeddings", "norm_eps",

@@ -192,7 +192,7 @@ def _scan(
     return _on_any_mesh(rule, first, tokens.q.shape[1])(params, state, tokens)
 
 
-# The engines are jitted themselves. What runs them in pieces or in parts is not, and would be compiled again by every call.
+# The engines are jitted themselves. A call that runs them in pieces or in parts is not, and would be compiled again by every call.
 _jitted_scan = jax.jit(
     _scan,
     static_argnames=("rule", "max_segments", "implementation", "partition", "at_chunk_start", "truncation"),

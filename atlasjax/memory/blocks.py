@@ -195,9 +195,9 @@ def divisible(x: jax.Array) -> jax.Array:
 
 def capped(step: float, step_size: jax.Array, decrease: jax.Array, square: jax.Array) -> jax.Array:
     """η̄ = min(η, step a/‖g‖²), elementwise, and η where the gradient is zero."""
-    there = divisible(square)
-    most = step * decrease / jnp.where(there, square, 1.0)
-    return jnp.where(there, jnp.minimum(step_size, most), step_size)
+    valid = divisible(square)
+    most = step * decrease / jnp.where(valid, square, 1.0)
+    return jnp.where(valid, jnp.minimum(step_size, most), step_size)
 
 
 def neighbours(x: jax.Array) -> tuple[jax.Array, jax.Array]:

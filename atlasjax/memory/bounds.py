@@ -147,8 +147,8 @@ def capped_delta(step: float, step_size: jax.Array, key: jax.Array) -> jax.Array
 
 def left_over(moved: jax.Array, scale: jax.Array) -> jax.Array:
     """1 + x/n, and 1 where n is zero."""
-    there = divisible(scale)
-    return 1.0 + jnp.where(there, moved, 0.0) / jnp.where(there, scale, 1.0)
+    valid = divisible(scale)
+    return 1.0 + jnp.where(valid, moved, 0.0) / jnp.where(valid, scale, 1.0)
 
 
 def solve(moved: jax.Array, scale: jax.Array, products: jax.Array) -> jax.Array:
@@ -161,14 +161,14 @@ def solve(moved: jax.Array, scale: jax.Array, products: jax.Array) -> jax.Array:
     """
     if moved.size == 1:
         return left_over(moved, scale)
-    there = divisible(scale)
-    safe = jnp.where(there, scale, 1.0)
-    root = jnp.where(there, jax.lax.rsqrt(safe), 1.0)
-    # The unknowns are multiplied by √n. That of a token whose n is zero is 1. Its step is zero too, but the step's derivative with
+    valid = divisible(scale)
+    safe = jnp.where(valid, scale, 1.0)
+    root = jnp.where(valid, jax.lax.rsqrt(safe), 1.0)
+    # The unknowns are multiplied by √n. Where n is zero the unknown is 1. The step is zero too, but the step's derivative with
     # respect to the token is not, so later tokens keep its column.
-    lower = jnp.tril(scaled_columns(root, scaled_rows(jnp.where(there, root, 0.0), products)), -1)
-    solved = unit_lower_solve(lower, jnp.where(there, root * (safe + moved), 1.0))
-    return jnp.where(there, root * solved, 1.0)
+    lower = jnp.tril(scaled_columns(root, scaled_rows(jnp.where(valid, root, 0.0), products)), -1)
+    solved = unit_lower_solve(lower, jnp.where(valid, root * (safe + moved), 1.0))
+    return jnp.where(valid, root * solved, 1.0)
 
 
 def largest_norm(weights: dict[str, jax.Array]) -> jax.Array:
@@ -189,10 +189,10 @@ def within_norm(weight_norm: float, memory: dict[str, jax.Array]) -> dict[str, j
         # W is split into two factors, because the square of a large entry could overflow. The result does not depend on the first
         # factor, so it is not differentiated.
         largest = jax.lax.stop_gradient(jnp.max(jnp.abs(w), axis=(-2, -1), keepdims=True))
-        there = divisible(largest)
-        unit = w / jnp.where(there, largest, 1.0)
+        valid = divisible(largest)
+        unit = w / jnp.where(valid, largest, 1.0)
         square = inner(unit, unit)
-        norm = jnp.sqrt(jnp.where(there, square, 1.0))  # ≥ 1
+        norm = jnp.sqrt(jnp.where(valid, square, 1.0))  # ≥ 1
         most = weight_norm * w.shape[-2] ** 0.5
         return jnp.where(largest * norm > most, unit * (most / norm), w)
 

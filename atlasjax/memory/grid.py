@@ -219,7 +219,7 @@ def lay(
     start = (
         jnp.full((x.shape[0], places, *rest), fill, x.dtype) if held is None else pad(held[:, :places].astype(x.dtype))
     )
-    # Mapped over the batch, because XLA keeps a mapped axis divided over devices. Of an axis of indices it gathers all rows.
+    # Mapped over the batch, because XLA keeps a mapped axis divided over devices. It gathers all rows for an axis of indices.
     put = lambda start, place, x: start.at[place].set(x, mode="drop", unique_indices=True)
     return jax.vmap(put)(start, place, x)
 

@@ -90,10 +90,10 @@ def check_choices(rule: PartsWithFeatures, params: MemoryParams, key_dim: int) -
 
 def check_feature_dim(features: Features, key_dim: int) -> int:
     """`features.dim(key_dim)`. Raises PartError if it is not an integer ≥ 1."""
-    told = f"{type(features).__name__}.dim"
-    size = tried(told, lambda: features.dim(key_dim))
+    method_name = f"{type(features).__name__}.dim"
+    size = tried(method_name, lambda: features.dim(key_dim))
     if not is_integer(size, 1, kinds=numbers.Integral):
-        raise PartError(f"{told} returned {size!r} for a key of size {key_dim}; it should be an integer ≥ 1.")
+        raise PartError(f"{method_name} returned {size!r} for a key of size {key_dim}; it should be an integer ≥ 1.")
     return int(size)
 
 
@@ -141,9 +141,9 @@ def _check_writing(rule: Parts, weights: Mapping[str, Shape], dtype: jnp.dtype) 
 
 def check_weight_shapes(structure: Structure, feature_dim: int, value_dim: int) -> dict[str, tuple[int, int]]:
     """`structure.weight_shapes(feature_dim, value_dim)`. Raises PartError if it is not as documented there."""
-    told = f"{type(structure).__name__}.weight_shapes"
-    shapes = tried(told, lambda: structure.weight_shapes(feature_dim, value_dim))
-    returned = f"{told} returned {shapes!r} for features of size {feature_dim} and values of size {value_dim}"
+    method_name = f"{type(structure).__name__}.weight_shapes"
+    shapes = tried(method_name, lambda: structure.weight_shapes(feature_dim, value_dim))
+    returned = f"{method_name} returned {shapes!r} for features of size {feature_dim} and values of size {value_dim}"
     if not isinstance(shapes, dict) or not shapes or not all(map(_is_shape, shapes.values())):
         raise PartError(f"{returned}; it should be a dict, name → (out, in), of at least one weight with integers ≥ 1.")
     outermost, *_, innermost = [*shapes, *shapes]  # the same name if there is one
@@ -153,7 +153,7 @@ def check_weight_shapes(structure: Structure, feature_dim: int, value_dim: int) 
             f"{returned}; the first weight, {outermost!r}, should be the outermost with {value_dim} rows, and the last, "
             f"{innermost!r}, should read the features with {feature_dim} columns."
         )
-    smallest = tried(f"{told}(1, 1)", lambda: structure.weight_shapes(1, 1))
+    smallest = tried(f"{method_name}(1, 1)", lambda: structure.weight_shapes(1, 1))
     if not isinstance(smallest, dict) or list(smallest) != list(shapes):
         raise PartError(f"{returned}, and {smallest!r} for sizes of 1; the names should not depend on the sizes.")
     return {name: (int(rows), int(columns)) for name, (rows, columns) in shapes.items()}
@@ -168,13 +168,13 @@ def _initial_weights(
     structure: Structure, key: jax.Array | None, feature_dim: int, value_dim: int
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """The checked result of `structure.init`."""
-    wanted, told = check_weight_shapes(structure, feature_dim, value_dim), f"{type(structure).__name__}.init"
+    wanted, method_name = check_weight_shapes(structure, feature_dim, value_dim), f"{type(structure).__name__}.init"
     init = lambda: structure.init(jax.random.key(0) if key is None else key, feature_dim, value_dim)
-    weights = tried(told, lambda: jax.eval_shape(init))
+    weights = tried(method_name, lambda: jax.eval_shape(init))
     right = isinstance(weights, dict) and all(map(_is_floating, weights.values()))
     if not right or {name: w.shape for name, w in weights.items()} != wanted:
         raise PartError(
-            f"{told} returned {_described(weights)}; it should be a dict of floating-point arrays with the shapes of "
+            f"{method_name} returned {_described(weights)}; it should be a dict of floating-point arrays with the shapes of "
             f"weight_shapes, {wanted}."
         )
     return weights
@@ -182,18 +182,18 @@ def _initial_weights(
 
 def _initial_coefficients(features: Features) -> Any:
     """The checked result of `features.init`."""
-    told = f"{type(features).__name__}.init"
-    coefficients = tried(told, features.init)
+    method_name = f"{type(features).__name__}.init"
+    coefficients = tried(method_name, features.init)
     if coefficients is not None and not _is_floating(coefficients):
-        raise PartError(f"{told} returned {coefficients!r}; it should be None or a floating-point array.")
+        raise PartError(f"{method_name} returned {coefficients!r}; it should be None or a floating-point array.")
     return coefficients
 
 
 def _check_key_dim(features: Features, key_dim: int, feature_dim: int) -> None:
-    told = f"{type(features).__name__}.key_dim"
-    found = tried(told, lambda: features.key_dim(feature_dim))
+    method_name = f"{type(features).__name__}.key_dim"
+    found = tried(method_name, lambda: features.key_dim(feature_dim))
     if found != key_dim:
-        raise PartError(f"{told} returned {found!r} for {feature_dim} features; it should be {key_dim}.")
+        raise PartError(f"{method_name} returned {found!r} for {feature_dim} features; it should be {key_dim}.")
 
 
 def _check_features(rule: PartsWithFeatures, keys: Any, coefficients: Any) -> None:
@@ -203,13 +203,15 @@ def _check_features(rule: PartsWithFeatures, keys: Any, coefficients: Any) -> No
     if rule.structure.residual:
         expected["degree_one"] = keys.shape
     for method, shape in expected.items():
-        told = f"{type(kind).__name__}.{method}"
-        result = tried(told, functools.partial(jax.eval_shape, getattr(kind, method), coefficients, keys), absent)
-        _same_shape(told, given, result, shape)
+        method_name = f"{type(kind).__name__}.{method}"
+        result = tried(
+            method_name, functools.partial(jax.eval_shape, getattr(kind, method), coefficients, keys), absent
+        )
+        _same_shape(method_name, given, result, shape)
 
 
 def _check_structure(rule: Parts, matrices: dict[str, Any], array: Any, value_dim: int) -> None:
-    kind, told = rule.structure, f"{type(rule.structure).__name__}.apply"
+    kind, method_name = rule.structure, f"{type(rule.structure).__name__}.apply"
     feature_dim = list(matrices.values())[-1].shape[1]
 
     def apply(matrices: dict[str, jax.Array], x: jax.Array, skip: jax.Array, vector: jax.Array) -> jax.Array:
@@ -220,8 +222,8 @@ def _check_structure(rule: Parts, matrices: dict[str, Any], array: Any, value_di
             applied[name] = h
             if jnp.ndim(h) != 2 or h.shape != (_TOKENS, matrices[name].shape[1]):
                 raise PartError(
-                    f"{told}: the weight {name!r} of shape {matrices[name].shape} is applied to an array of shape {jnp.shape(h)}; "
-                    f"it should be ({_TOKENS}, {matrices[name].shape[1]}) for {_TOKENS} tokens."
+                    f"{method_name}: the weight {name!r} of shape {matrices[name].shape} is applied to an array of shape "
+                    f"{jnp.shape(h)}; it should be ({_TOKENS}, {matrices[name].shape[1]}) for {_TOKENS} tokens."
                 )
             return h @ matrices[name].T
 
@@ -233,17 +235,17 @@ def _check_structure(rule: Parts, matrices: dict[str, Any], array: Any, value_di
     absent = [] if kind.residual else ["skip is None; with residual = True it is the residual of the memory"]
     absent += [] if kind.norm else ["norm is None; with norm = True it has a scale and a bias"]
     arguments = matrices, array(_TOKENS, feature_dim), array(_TOKENS, value_dim), array(value_dim)
-    out = tried(told, lambda: jax.eval_shape(apply, *arguments), absent)
-    _same_shape(told, f"for features of shape {(_TOKENS, feature_dim)}", out, (_TOKENS, value_dim))
+    out = tried(method_name, lambda: jax.eval_shape(apply, *arguments), absent)
+    _same_shape(method_name, f"for features of shape {(_TOKENS, feature_dim)}", out, (_TOKENS, value_dim))
 
 
 def _check_objective(rule: Parts, array: Any, value_dim: int) -> None:
     kind = rule.objective
-    told, out = f"{type(kind).__name__}.loss", array(_TOKENS, value_dim)
+    method_name, out = f"{type(kind).__name__}.loss", array(_TOKENS, value_dim)
     threshold = array(_TOKENS) if kind.uses_threshold else None
     absent = () if kind.uses_threshold else ("threshold is None; with uses_threshold = True it is the gate",)
-    loss = tried(told, lambda: jax.eval_shape(kind.loss, out, out, threshold), absent)
-    _same_shape(told, f"for outputs {out.shape}", loss, (_TOKENS,), "one number for each token, ")
+    loss = tried(method_name, lambda: jax.eval_shape(kind.loss, out, out, threshold), absent)
+    _same_shape(method_name, f"for outputs {out.shape}", loss, (_TOKENS,), "one number for each token, ")
 
 
 def _check_retention(rule: Parts, matrices: dict[str, Any], array: Any) -> None:
@@ -259,13 +261,13 @@ def _check_retention(rule: Parts, matrices: dict[str, Any], array: Any) -> None:
             if rule.step_bound is not None:
                 calls |= {"change_along": ((matrix, matrix), ()), "change_along_outer": ((matrix, *vectors), ())}
         for method, (arguments, shape) in calls.items():
-            told = f"{type(kind).__name__}.{method}"
-            result = tried(told, functools.partial(jax.eval_shape, getattr(kind, method), *arguments))
-            _same_shape(told, f"for a weight of shape {matrix.shape}", result, shape)
+            method_name = f"{type(kind).__name__}.{method}"
+            result = tried(method_name, functools.partial(jax.eval_shape, getattr(kind, method), *arguments))
+            _same_shape(method_name, f"for a weight of shape {matrix.shape}", result, shape)
 
 
 def _check_optimizer(rule: Parts, matrices: dict[str, Any], array: Any, value_dim: int) -> None:
-    kind, told = rule.optimizer, f"{type(rule.optimizer).__name__}.update"
+    kind, method_name = rule.optimizer, f"{type(rule.optimizer).__name__}.update"
     state = tried(f"{type(kind).__name__}.init", lambda: jax.eval_shape(kind.init, matrices))
     if any(not jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(state)):
         raise PartError(
@@ -276,32 +278,32 @@ def _check_optimizer(rule: Parts, matrices: dict[str, Any], array: Any, value_di
     momentum_decay = array() if kind.has_momentum else None
     absent = [] if kind.has_momentum else ["momentum_decay is None; with has_momentum = True it is the gate"]
     absent += ["state is None, as init returns"] if state is None else []
-    result = tried(told, lambda: jax.eval_shape(kind.update, state, matrices, step_size, momentum_decay), absent)
+    result = tried(method_name, lambda: jax.eval_shape(kind.update, state, matrices, step_size, momentum_decay), absent)
     if not isinstance(result, tuple) or len(result) != 2:
         raise PartError(
-            f"{told} returned {_described(result)}; it should be a tuple: the steps, and the state after them."
+            f"{method_name} returned {_described(result)}; it should be a tuple: the steps, and the state after them."
         )
     steps, after = result
     expected = {name: matrix.shape for name, matrix in matrices.items()}
     if not isinstance(steps, dict) or {name: jnp.shape(step) for name, step in steps.items()} != expected:
         raise PartError(
-            f"{told} returned the steps {_described(steps)}; there should be one for each weight, {expected}."
+            f"{method_name} returned the steps {_described(steps)}; there should be one for each weight, {expected}."
         )
     if _described(after) != _described(state):
         raise PartError(
-            f"{told} returned the state {_described(after)}; it should be like that of init, {_described(state)}."
+            f"{method_name} returned the state {_described(after)}; it should be like that of init, {_described(state)}."
         )
 
 
 def check_applied(structure: Structure, name: str, weights: Collection[str], applied: Collection[str]) -> None:
     """Raises PartError unless `name` is a weight that `structure.apply` has not applied yet: gradients need each of them once."""
-    told = f"{type(structure).__name__}.apply"
+    method_name = f"{type(structure).__name__}.apply"
     if name not in weights:
         raise PartError(
-            f"{told} uses the weight {name!r}, which weight_shapes does not have (it has {', '.join(weights)})."
+            f"{method_name} uses the weight {name!r}, which weight_shapes does not have (it has {', '.join(weights)})."
         )
     if name in applied:
-        raise PartError(f"{told} uses the weight {name!r} twice; every weight should be applied exactly once.")
+        raise PartError(f"{method_name} uses the weight {name!r} twice; every weight should be applied exactly once.")
 
 
 def check_all_applied(structure: Structure, weights: Collection[str], applied: Collection[str]) -> None:
@@ -310,11 +312,11 @@ def check_all_applied(structure: Structure, weights: Collection[str], applied: C
         raise PartError(f"{type(structure).__name__}.apply does not use the weight {unused[0]!r} of weight_shapes.")
 
 
-def tried(told: str, call: Callable[[], T], absent: Sequence[str] = ()) -> T:
+def tried(method_name: str, call: Callable[[], T], absent: Sequence[str] = ()) -> T:
     """The result of a method's call.
 
     Args:
-      told: class and method.
+      method_name: class and method, "MLP.apply".
       call: calls it.
       absent: a note for each argument that is None, for the message where the method uses one.
 
@@ -326,8 +328,8 @@ def tried(told: str, call: Callable[[], T], absent: Sequence[str] = ()) -> T:
     except PartError:
         raise
     except Exception as error:
-        if isinstance(error, NotImplementedError) and str(error) == told:
-            raise PartError(f"{told} is not implemented.") from error
+        if isinstance(error, NotImplementedError) and str(error) == method_name:
+            raise PartError(f"{method_name} is not implemented.") from error
         notes: Sequence[str] = ()
         if isinstance(error, AssertionError) or "None" in str(error):
             notes = absent
@@ -337,15 +339,15 @@ def tried(told: str, call: Callable[[], T], absent: Sequence[str] = ()) -> T:
         clear = first and isinstance(error, TypeError | ValueError)  # a KeyError's message is only the key
         reason = first if clear else f"{type(error).__name__}: {first}".rstrip(": ")
         noted = f" ({'; '.join(notes)})" if notes else ""
-        raise PartError(f"{told} failed: {reason}{noted}.") from error
+        raise PartError(f"{method_name} failed: {reason}{noted}.") from error
 
 
-def _same_shape(told: str, given: str, result: Any, shape: Shape, meaning: str = "") -> None:
+def _same_shape(method_name: str, given: str, result: Any, shape: Shape, meaning: str = "") -> None:
     if not hasattr(result, "shape") or result.shape != shape:
         got = result.shape if hasattr(result, "shape") else _described(result)
-        raise PartError(f"{told} returned shape {got} {given}; it should be {meaning}{shape}.")
+        raise PartError(f"{method_name} returned shape {got} {given}; it should be {meaning}{shape}.")
     if not _is_floating(result):
-        raise PartError(f"{told} returned {result.dtype} {given}; it should be floating point.")
+        raise PartError(f"{method_name} returned {result.dtype} {given}; it should be floating point.")
 
 
 def _is_floating(x: Any) -> bool:

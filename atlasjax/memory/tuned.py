@@ -121,7 +121,7 @@ def key_of(rule: object, key_dim: int, value_dim: int, dtype: jax.typing.DTypeLi
 
 
 def read(folder: pathlib.Path | None = None) -> dict[Key, list[Choice]]:
-    """The choices of the cache folder by key. What cannot be read does not count, with one warning that names the file.
+    """The choices of the cache folder by key. An unreadable file does not count, with one warning that names the file.
 
     A damaged cache stops no `memory.scan`: without it, the library's own table decides (`fastest`).
     """

@@ -69,7 +69,7 @@ def _causal(
     blocks = -(-time // _LARGEST_BLOCK)
     edges = np.linspace(0, blocks, min(blocks, _PARTS) + 1).round().astype(int) * _LARGEST_BLOCK
     pairs = itertools.pairwise(np.minimum(edges, time).tolist())
-    # What is kept for the gradient is all arrays once, not the keys and weights of each part.
+    # The gradient keeps all arrays once, not the keys and weights of each part.
     return jnp.concatenate([jax.checkpoint(functools.partial(part, *ends))() for ends in pairs], axis=1)
 
 

@@ -299,7 +299,7 @@ def _read_blocks(layer: "_Layer", blocks: tuple[Any, ...], start: _Carry) -> tup
 
 
 def _visible(index: jax.Array) -> jax.Array:
-    """Whether queries of block `index`, [batch], see the memory. Those of the first block do not."""
+    """Whether queries of block `index`, [batch], see the memory. Queries of the first block do not."""
     return (index > 0)[:, None, None]
 
 

@@ -279,7 +279,7 @@ class LanguageModel(Module):
         return jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
 
     def _embed(self, tokens: jax.Array, position: jax.Array | None) -> jax.Array:
-        # What is not in the vocabulary gets NaN: under jit it cannot be refused, and a negative id would count from the end.
+        # An id outside the vocabulary gets NaN: under jit it cannot be refused, and a negative id would count from the end.
         table = read_table(self.embedding[...], HEAD_AXES)
         x = table.at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
         if self.positions is not None:

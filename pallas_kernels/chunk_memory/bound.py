@@ -65,24 +65,24 @@ _gram.defvjp(
 
 
 class Windowed(NamedTuple):
-    """Of the windowed gradients G_t. gram: ⟨G_t, G_i⟩ [m, P · m]. Columns of tokens: falls, f_t; along, ⟨G_t, M_0⟩; along_momenta,
-    ⟨G_t, S_0⟩. None without retention or momentum."""
+    """Products of the windowed gradients G_t. gram: ⟨G_t, G_i⟩ [m, P · m]. Columns: decreases, f_t; along, ⟨G_t, M_0⟩;
+    along_momenta, ⟨G_t, S_0⟩. None without retention or momentum."""
 
     gram: jax.Array
-    falls: jax.Array
+    decreases: jax.Array
     along: jax.Array | None
     along_momenta: jax.Array | None
 
 
 def windowed(
-    gamma: jax.Array | None, falls: jax.Array, factors: Factors, along: jax.Array | None, along_momenta: jax.Array | None,
+    gamma: jax.Array | None, decreases: jax.Array, factors: Factors, along: jax.Array | None, along_momenta: jax.Array | None,
     precision: Precision,
 ) -> Windowed:  # fmt: skip
-    """Of one head, from the factors of the gradients ∇_i of E tokens.
+    """The products for one head, from the factors of the gradients ∇_i of E tokens.
 
     Args:
       gamma: Γ [m, E] over the chunk's tokens and those of the window before it. None means the identity.
-      falls: `decrease` of the E tokens.
+      decreases: `decrease` of the E tokens.
       factors: factors of their gradients.
       along: ⟨∇_i, M_0⟩ [E, 1], or None.
       along_momenta: ⟨∇_i, S_0⟩ [E, 1], or None.
@@ -91,17 +91,17 @@ def windowed(
     parts = [_gram(left, precision) * _gram(inputs, precision) for left, inputs in factors.values()]
     gram = sum(parts[1:], parts[0])
     if gamma is None:
-        return Windowed(gram, falls, along, along_momenta)
+        return Windowed(gram, decreases, along, along_momenta)
     precision = finer(precision)
     over = lambda x: weighted(gamma, x, 1)
     return Windowed(
-        product(product(gamma, gram, 1, 0, precision), gamma, 1, 1, precision), over(falls),
+        product(product(gamma, gram, 1, 0, precision), gamma, 1, 1, precision), over(decreases),
         None if along is None else over(along), None if along_momenta is None else over(along_momenta),
     )  # fmt: skip
 
 
 class System(NamedTuple):
-    """What the system of a chunk's step sizes takes from its gates. Columns of tokens, and one matrix.
+    """The part of a chunk's gates in the system of its step sizes. Columns of tokens, and one matrix.
 
     step: η. most: step / H, the same for all tokens. floor: n − f. retained: a_{t−1} − 1, of ⟨G_t, M_0⟩, or None without
     retention. share: s_{t−1} + u_t b_{t−1}, of ⟨G_t, S_0⟩, or None without momentum. across:
@@ -117,7 +117,7 @@ class System(NamedTuple):
 
 
 def system(step_bound: float, horizon: float, gates: Gates, decays: Decays, heads: int = 1) -> System:
-    """Of a chunk with these gates. step_bound: how far a token may step; 1 means onto its target. horizon: H. heads: P."""
+    """The system of a chunk with these gates. step_bound: how far a token may step, 1: onto its target; horizon: H; heads: P."""
     assert gates.floor is not None
     step, floor = columns_of(gates.step, heads), columns_of(gates.floor, heads)
     retained = None if decays.start is None else before(decays.start, 1.0) - 1.0
@@ -148,11 +148,11 @@ class Equations(NamedTuple):
 
 
 def equations(known: System, of: Windowed, heads: int = 1) -> Equations:
-    """Of the windowed gradients, with `along` if there is retention and `along_momenta` if there is momentum."""
+    """The equations of the step sizes, from the windowed gradients, with `along` if there is retention and `along_momenta` if there is momentum."""
     shape = of.gram.shape
     row, lane = place(shape, 0, heads), place(shape, 1, heads)
     square = diagonal_column(of.gram, heads)
-    most = known.most * of.falls / jnp.where(square >= SMALLEST, square, 1.0)
+    most = known.most * of.decreases / jnp.where(square >= SMALLEST, square, 1.0)
     capped = jnp.where(square >= SMALLEST, jnp.minimum(known.step, most), known.step)
 
     moved = jnp.zeros_like(capped)
@@ -161,15 +161,15 @@ def equations(known: System, of: Windowed, heads: int = 1) -> Equations:
             assert along is not None
             moved = moved + share * along
 
-    # The unknowns are multiplied by √n, which keeps the system's entries of similar size. That of a token whose n is zero is 1. Its
+    # The unknowns are multiplied by √n, which keeps the system's entries of similar size. Where n is zero the unknown is 1. The
     # step is zero too, but the step's derivative with respect to the token is not, so later tokens keep its column.
-    scale = of.falls + known.floor
-    there = scale >= SMALLEST
-    safe = jnp.where(there, scale, 1.0)
-    column = jnp.where(there, jax.lax.rsqrt(safe), 1.0)
-    root = jnp.where(there, column, 0.0)
+    scale = of.decreases + known.floor
+    valid = scale >= SMALLEST
+    safe = jnp.where(valid, scale, 1.0)
+    column = jnp.where(valid, jax.lax.rsqrt(safe), 1.0)
+    root = jnp.where(valid, column, 0.0)
     entries = root * (known.across * of.gram) * rows_of_columns(capped * column, heads)
-    right = jnp.where(there, root * (safe + moved), 1.0)
+    right = jnp.where(valid, root * (safe + moved), 1.0)
     return Equations(jnp.where(row > lane, entries, 0.0), right, capped, root)
 
 

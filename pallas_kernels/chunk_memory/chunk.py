@@ -246,7 +246,7 @@ class MemoryChunk:
 
 
 class _Begun(NamedTuple):
-    """What the read of a head's chunk takes from its start.
+    """The arrays of a head's chunk start that its read needs.
 
     scales: a factor of each weight and momentum, or None for 1. factors: of the gradients of the E tokens (`Gradients`). gamma: Γ
     [m, E], or None for the identity. windowed: with a bound on steps. left_over: the window after the chunk.

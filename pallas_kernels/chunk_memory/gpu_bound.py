@@ -206,10 +206,10 @@ class BoundedSteps:
         return self.gates["columns"][self.i, 3 + len(self.along_parts) + part, :]
 
     def windowed(self) -> Windowed:
-        falls, *along = (self.over_window(self.solved["columns"], self.i, n) for n in range(1 + len(self.along)))
+        decreases, *along = (self.over_window(self.solved["columns"], self.i, n) for n in range(1 + len(self.along)))
         of_memory = along.pop(0) if self.chunk.retention else None
         of_momenta = along.pop(0) if self.chunk.momentum else None
-        return Windowed(self._gram(), falls, of_memory, of_momenta)
+        return Windowed(self._gram(), decreases, of_memory, of_momenta)
 
     def _gram(self) -> jax.Array:
         """⟨G_t, G_i⟩, [m, m]."""

@@ -204,7 +204,7 @@ class _Cotangents:
 
 @dataclasses.dataclass(frozen=True)
 class _OfChunk:
-    """What the kernel does with the tokens of one chunk.
+    """The kernel's work on the tokens of one chunk.
 
     Attributes:
       step: the operations on tokens.
@@ -257,7 +257,7 @@ class _OfChunk:
             block.d[...] = d if self.bounded is None else d + self.bounded.of_decrease(block, out)
 
     def _of_g(self, block: ScratchBlock, j: Index) -> jax.Array:
-        """What tile j adds to the cotangent of g."""
+        """Tile j's part of the cotangent of g."""
         step, outer = self.step, self.step.layers.outer
         w, later = self.load(j)
         if not step.layers.inner:

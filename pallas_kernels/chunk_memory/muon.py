@@ -29,7 +29,7 @@ from pallas_kernels.triangular import decay_products
 # Number of writes orthogonalized at a time, in a loop, forward and backward. Unrolled code takes long to compile, and exact
 # products keep a matrix unit busy with fewer matrices.
 _TOGETHER = {HIGHEST: (2, 1), Precision.HIGH: (4, 2)}
-# Most numbers in the matrices of one such group backward. What two of 256 × 512 need is more than a v5p's vector memory.
+# Most numbers in the matrices of one such group backward. Two of 256 × 512 need more than a v5p's vector memory.
 _MOST_NUMBERS_BACKWARD = 2**17
 
 Matrices = tuple[jax.Array, ...]

@@ -33,7 +33,7 @@ from pallas_kernels.triangular import decay_products, solve
 
 
 class _System(NamedTuple):
-    """What a chunk's tokens have with each other, without the memory.
+    """The products of a chunk's tokens with each other, without the memory.
 
     Attributes:
       lower: (P ∘ K Kᵀ)_{t>i}, [m, P · m].

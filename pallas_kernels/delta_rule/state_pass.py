@@ -48,7 +48,7 @@ def state_pass(
       first.
     """
     optional = (b, c, d, decay, None if restarts is None else restarts[1], None if restarts is None else restarts[0])
-    there = [True] * 2 + [x is not None for x in optional] + [True] * 3
+    present = [True] * 2 + [x is not None for x in optional] + [True] * 3
 
     @rows_folded
     def call(*arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -61,7 +61,7 @@ def state_pass(
         def kernel(*refs: jax.Ref) -> None:
             # Pallas passes only the references of arrays that there are.
             found = iter(refs)
-            refs_or_none: list[Any] = [next(found) if is_there else None for is_there in there]
+            refs_or_none: list[Any] = [next(found) if is_present else None for is_present in present]
             _Pass(gpu.products(a.dtype, interpret), chunks.size, count, parts, reverse, *refs_or_none).run()
 
         of_keys = pl.BlockSpec((None, time, None, key_dim), lambda row, j: (row // heads, 0, row % heads, 0))
@@ -81,7 +81,7 @@ def state_pass(
                     jax.ShapeDtypeStruct(first.shape, jnp.float32),
                 ],
                 grid=(rows, value_dim // block),
-                in_specs=[spec for spec, is_there in zip(specs, there) if is_there],
+                in_specs=[spec for spec, is_present in zip(specs, present) if is_present],
                 out_specs=[states, of_values, state],
             )(*arrays)
         )  # fmt: skip

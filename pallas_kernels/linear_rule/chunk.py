@@ -104,7 +104,7 @@ class LinearChunk:
         return (w_end,), (y,)
 
     def _after_removal(self, at: Decayed, right: jax.Array, rate: jax.Array, v: jax.Array, beta: jax.Array) -> Arrays:
-        """What is written at each of the keys, [m, P · value_dim] each. `right` is what the memory before the chunk has at r."""
+        """The writes at each of the keys, [m, P · value_dim] each. right: the reads at r of the memory before the chunk."""
         heads, size, fine = self.heads, v.shape[0], finer(self.precision)
         *of_keys, of_removal = at.scores[len(at.keys) :]
         if self.delta:

@@ -108,7 +108,7 @@ def _backward(
     if after is not None:
         begun = (after > 0)[..., None, None]
         drestarts = None, jnp.sum(jnp.where(begun, dafter, 0.0), axis=1, dtype=jnp.float32)
-        # What comes before a restart gets no cotangent through it.
+        # Memories before a restart get no cotangent through it.
         dafter = jnp.where(begun, 0.0, dafter).astype(dafter.dtype)
     by_chunk = lambda tokens: tokens.reshape(tokens.shape[0], -1, chunks.size, *tokens.shape[2:])
     by_head = lambda w: w.reshape(-1, chunks.heads, *w.shape[1:])

@@ -93,7 +93,7 @@ def decayed(
         query, key = (in_tile >> level, row >> level) if by_key else (row >> level, in_tile >> level)
         return (query == key + 1) & ((key & 1) == 0)
 
-    # Within tiles. What a tile's rows have with the columns of other tiles is masked at the end.
+    # Within tiles. Scores of a tile's rows with the columns of other tiles are masked at the end.
     scores = []
     for pair, by_key in orders:
         query, key = queries[pair.query], keys[pair.key]
@@ -130,7 +130,7 @@ def _flat(x: jax.Array) -> jax.Array:
 
 
 def _products(query: jax.Array, key: jax.Array, pair: Pair, by_key: bool, heads: int) -> jax.Array:
-    """Of all queries with all keys, in tiles."""
+    """The scores of all queries with all keys, in tiles."""
     left, right = (key, query) if by_key else (query, key)
     # The other order of the scores has the derivative by the right factor.
     right = jax.lax.stop_gradient(right) if pair.turned else right
@@ -188,7 +188,7 @@ def _between_tiles(
 
 
 def read(scores: Scores, x: jax.Array, heads: int, precision: Precision) -> jax.Array:
-    """What queries read of x [m, P · w], one row for each key: `times(scores, x)`."""
+    """The reads of x by queries, [m, P · w], one row for each key: `times(scores, x)`."""
     return times(scores, x, heads, precision) if isinstance(scores, jax.Array) else _read(scores, x, heads, precision)
 
 

@@ -185,10 +185,10 @@ def _power(x: jax.Array, exponent: float) -> jax.Array:
 def _norm(q: float, x: jax.Array, axis: tuple[int, ...] | None = None) -> jax.Array:
     """‖x‖_q of all entries or over some axes, which stay, without overflow; its derivative is zero where x is."""
     largest = jax.lax.stop_gradient(jnp.max(jnp.abs(x), axis, keepdims=axis is not None))  # see `_relative`
-    there = divisible(largest)
-    safe = jnp.where(there, largest, 1.0)
+    valid = divisible(largest)
+    safe = jnp.where(valid, largest, 1.0)
     powers = jnp.sum(_power(jnp.abs(x) / safe, q), axis, keepdims=axis is not None)
-    return jnp.where(there, safe * jnp.where(there, powers, 1.0) ** (1.0 / q), 0.0)
+    return jnp.where(valid, safe * jnp.where(valid, powers, 1.0) ** (1.0 / q), 0.0)
 
 
 class _Relative(NamedTuple):
@@ -203,8 +203,8 @@ def _relative(q: float, A: jax.Array) -> _Relative:
     # ‖A‖_q is computed as max · (Σ (|a| / max)^q)^{1/q}, without overflow or division by zero. Its value does not depend on the
     # number used for max, so max is not differentiated; its square could underflow.
     largest = jax.lax.stop_gradient(jnp.max(jnp.abs(A), axis=(-2, -1), keepdims=True))
-    there = divisible(largest)
-    safe = jnp.where(there, largest, 1.0)
+    valid = divisible(largest)
+    safe = jnp.where(valid, largest, 1.0)
     if q % 2 == 0:  # the sign does not matter, and at q = 4 both powers are the same: two passes over A less
         size = A * (1.0 / safe)
         powers, half = _power(size, q - 2.0), _power(size, q / 2.0)
@@ -213,7 +213,7 @@ def _relative(q: float, A: jax.Array) -> _Relative:
         size = jnp.abs(A) / safe
         powers = _power(size, q - 2.0)
         total = inner(powers * size, size)
-    return _Relative(safe, powers, jnp.where(there, total, 1.0) ** (1.0 / q))
+    return _Relative(safe, powers, jnp.where(valid, total, 1.0) ** (1.0 / q))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

@@ -105,18 +105,18 @@ def read_cache(
       layer: the layer whose cache is read, where it lies unless layers are mixed. For one token only.
     """
     batch, heads, tokens = q.shape[:3]
-    order, there = _by_age(state)
+    order, held = _by_age(state)
     keys = jax.vmap(lambda keys, order: keys[:, order])(state.keys, order)  # [batch, heads, N, key_dim]
     places = order.shape[1]
     if u is not None and rule.connector == "age":
-        age = jnp.sum(there, axis=-1, keepdims=True) - jnp.arange(places)
+        age = jnp.sum(held, axis=-1, keepdims=True) - jnp.arange(places)
         scores, own = gating.by_age(u, jnp.broadcast_to(age[:, None, None], (*u.shape[:3], places))), u[..., 0]
     elif u is None:
         scores, own = jnp.zeros((batch, heads, tokens, places), q.dtype), jnp.zeros(q.shape[:3], q.dtype)
     else:
         scores = jnp.einsum("bhtd,bhnd->bhtn", u, keys, precision=jax.lax.Precision.HIGHEST)
         own = gating.score(u, own_keys)
-    seen = jnp.broadcast_to(there[:, None, None], scores.shape)
+    seen = jnp.broadcast_to(held[:, None, None], scores.shape)
     if rule.aggregation == "ssc":
         chosen = gating.select(rule, scores, seen)
         pick = lambda x: jnp.take_along_axis(x, chosen, axis=-1)

@@ -54,7 +54,7 @@ def scan_part(
         y = _read_in_turn(rule, params, rows, y, cached)
     out = grid.pick_chunks(jnp.swapaxes(y, 2, 3), time, None).astype(tokens.tokens.q.dtype)
 
-    # The state, the same on all devices. What is not used of it, as in training, is not computed.
+    # The state, the same on all devices. Training does not use it, and then XLA does not compute it.
     of_last_device = lambda x: jax.lax.all_gather(x[-1], axes)[-1]
     wide = wide_dtype(rows.tokens.k.dtype)
     keys = jnp.swapaxes(rows.tokens.k.astype(wide), 2, 3)  # [segments, batch, heads, C, key_dim]

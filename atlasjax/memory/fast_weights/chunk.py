@@ -179,7 +179,7 @@ def mix(linear: structures.Linear, soup: Weights, gates: jax.Array, dtype: jnp.d
 
 
 class _Gradients(NamedTuple):
-    """Of the E tokens of a slot and of the window before it: ∇ℓ as factors; the same with step sizes per channel moved into them;
+    """For the E tokens of a slot and of the window before it: ∇ℓ as factors; the same with step sizes per channel moved into them;
     `Losses`, None without bounded steps; and which are real, None if all are."""
 
     gradients: dict[str, blocks.Factors]

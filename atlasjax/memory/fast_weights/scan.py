@@ -89,7 +89,7 @@ def xla_scan(
     return y, state_after(rule, state, carry, where, tokens, lengths)
 
 
-# What a call gives to its slots: params, carry, inputs, first and soup of `slots.scan_slots`.
+# The operands of a call's slots: params, carry, inputs, first and soup of `slots.scan_slots`.
 _Operands = tuple[MemoryParams, Carry, SlotInputs, jax.Array | None, Weights | None]
 
 

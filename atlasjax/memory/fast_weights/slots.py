@@ -144,7 +144,7 @@ _RunSlot = Callable[[_Lanes, _SlotOfLanes, jax.Array | None, _ChunkFn], tuple[_L
 def _in_groups(
     run_slot: _RunSlot, chunk_fn: _ChunkFn, size: int, carries: _Lanes, xs: _SlotOfLanes
 ) -> tuple[_Lanes, tuple[jax.Array, ...]]:
-    """Slots, a multiple of `size`. Those of a group, which are short, share a stored boundary state."""
+    """Slots, a multiple of `size`. The slots of a group, which are short, share a stored boundary state."""
     outer = _checkpoint(lambda c, x: meshes.scan(lambda c, x: run_slot(c, x, None, chunk_fn), c, x))
     # Short chunks would otherwise store nearly as many memories as there are tokens.
     groups = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), xs)

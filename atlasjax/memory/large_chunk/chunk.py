@@ -94,7 +94,7 @@ def write(
 
 
 def row_lengths(w: jax.Array) -> jax.Array:
-    """The lengths of the rows of matrices [..., out, in] → [..., out, 1]. That of zeros has derivative zero, not NaN."""
+    """The lengths of the rows of matrices [..., out, in] → [..., out, 1]. A row of zeros has derivative zero, not NaN."""
     square = jnp.sum(w * w, axis=-1, keepdims=True)
     nonzero = square > 0
     return jnp.where(nonzero, jnp.sqrt(jnp.where(nonzero, square, 1.0)), 0.0)

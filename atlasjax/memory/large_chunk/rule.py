@@ -65,7 +65,7 @@ class LargeChunkRule(LargeChunkSpec):
 
     def check_state(self, params: MemoryParams, state: LargeChunkState, batch: int, heads: int, where: str) -> None:
         super().check_state(params, state, batch, heads, where)
-        # That of a rule with longer chunks has the same shapes, and would never be written.
+        # The state of a rule with longer chunks has the same shapes, and would never be written.
         check_range("state.position", state.position, 0, self.chunk_size - 1, where)
 
     def sizes(self, params: MemoryParams) -> Sizes:

@@ -27,7 +27,7 @@ NEWTON_SCHULZ_STEPS = 5  # as published; "lact" has as many triples
 class LargeChunkSpec(FamilyRule[MemoryParams, LargeChunkState]):
     """The choices of a `LargeChunkRule`, and what follows from them. `rule` runs it."""
 
-    # What the checks of parts and the table of rules ask of every rule, and this one has no choice of.
+    # Traits that the checks of parts and the table of rules ask of every rule. This one has no choice of them.
     features: ClassVar[features_lib.Features] = features_lib.Identity()
     retention: ClassVar[retention_lib.Retention] = retention_lib.Full()
     window: ClassVar[int] = 1

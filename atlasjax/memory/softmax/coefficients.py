@@ -129,10 +129,10 @@ def bounded(coefficients: Coefficients, decrease: jax.Array, square: jax.Array) 
     writes = coefficients.writes
     if writes is None:
         return coefficients
-    falls = _product(writes.steps, decrease)
+    decreases = _product(writes.steps, decrease)
     most = jnp.sum(writes.steps, axis=1) * _product(writes.steps, square)
-    there = divisible(most)
-    share = jnp.where(there, jnp.minimum(1.0, writes.limit * falls / jnp.where(there, most, 1.0)), 1.0)
+    valid = divisible(most)
+    share = jnp.where(valid, jnp.minimum(1.0, writes.limit * decreases / jnp.where(valid, most, 1.0)), 1.0)
     D, end_momentum = -share[:, None] * writes.steps, None
     if writes.momentum is not None:
         D = _product(writes.momentum, D)

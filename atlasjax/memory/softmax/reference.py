@@ -194,7 +194,7 @@ def _memory(rule: SoftmaxSpec, state: SoftmaxState, places: int) -> dict:
 
 
 def _entry_of_each_token(state: SoftmaxState, segment_ids: jax.Array | None, place: jax.Array) -> jax.Array:
-    """[batch, time], how many entries of its segment precede a token. Those of a state are of the first segment."""
+    """[batch, time], how many entries of its segment precede a token. A state's entries are of the first segment."""
     t = jnp.arange(place.shape[1])[None]
     starts = jnp.zeros(place.shape, bool)
     if segment_ids is not None:

@@ -172,8 +172,8 @@ def _readers(structure: structures.Structure) -> list[str]:
         return structure.apply(linear, x, x if structure.residual else None, None)
 
     # Traced and not run, because creating a rule must not initialize devices before `jax.distributed.initialize`.
-    told = f"{type(structure).__name__}.apply"
-    part_checks.tried(told, lambda: jax.eval_shape(apply, jax.ShapeDtypeStruct((1, 1), jnp.float32)))
+    method_name = f"{type(structure).__name__}.apply"
+    part_checks.tried(method_name, lambda: jax.eval_shape(apply, jax.ShapeDtypeStruct((1, 1), jnp.float32)))
     return found
 
 

@@ -99,8 +99,8 @@ def _whole(
     if segment_ids is not None:
         layout = _layout(segment_ids)
         # Tokens before the segment are at levels that the token does not have.
-        there = has_level(jnp.arange(weights.shape[-1])[None, None, None], layout.position[..., None, None])
-        own = layout.lay(jnp.where(there, weights, 0.0))
+        reached = has_level(jnp.arange(weights.shape[-1])[None, None, None], layout.position[..., None, None])
+        own = layout.lay(jnp.where(reached, weights, 0.0))
         more = num_levels(layout.size) - own.shape[-1]
         own = jnp.pad(own, ((0, 0),) * 3 + ((0, max(more, 0)),))
         decay = None if retention is None else layout.lay(retention, 1.0)
