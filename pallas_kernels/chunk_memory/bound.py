@@ -148,7 +148,7 @@ class Equations(NamedTuple):
 
 
 def equations(known: System, of: Windowed, heads: int = 1) -> Equations:
-    """The equations of the step sizes, from the windowed gradients, with `along` if there is retention and `along_momenta` if there is momentum."""
+    """The equations of the step sizes. of: with `along` if there is retention, and `along_momenta` if there is momentum."""
     shape = of.gram.shape
     row, lane = place(shape, 0, heads), place(shape, 1, heads)
     square = diagonal_column(of.gram, heads)
