@@ -1,6 +1,7 @@
 """The check of a model's cache before tokens are read: whether it is one of this model, whatever it has room for."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -32,6 +33,11 @@ def check_cache(layers: nnx.Module, cache: PyTree, batch: int, where: str) -> No
             _compare(_expected(layers, batch, None), cache, "cache", where)
         except (TypeError, ValueError):
             raise error from None
+
+
+def check_inner(make: Callable[[], PyTree], state: PyTree, where: str) -> None:
+    """`check_cache` of the state of an inner loop, of which `make` returns a fresh one. It is not called, only traced."""
+    _compare(jax.eval_shape(make), state, "cache.inner", where)
 
 
 def _expected(layers: nnx.Module, batch: int, length: int | None) -> PyTree:

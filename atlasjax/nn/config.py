@@ -18,6 +18,7 @@ from atlasjax.nn.attention_config import AttentionConfig, AttentionSizes
 from atlasjax.nn.branch_config import BranchConfig
 from atlasjax.nn.caching_config import CachingConfig
 from atlasjax.nn.hierarchy_config import HierarchyConfig
+from atlasjax.nn.inner_loop_config import InnerLoopConfig
 from atlasjax.nn.lact_config import LaCTConfig
 from atlasjax.nn.memory_config import MemoryConfig
 from atlasjax.nn.recurrent_config import (
@@ -44,6 +45,7 @@ __all__ = [
     "HeadNormConfig",
     "HierarchyConfig",
     "InfiniConfig",
+    "InnerLoopConfig",
     "KDAConfig",
     "LaCTConfig",
     "Mamba3Config",
@@ -131,6 +133,7 @@ class ModelConfig:
       caching: Memory Caching around the recurrence of the mixers whose state is a matrix (`takes_caching`), such as "retnet" and
         "kda". None: none. That of the mixers with a memory is `memory.caching`.
       branch: a second mixer in every layer, beside the first one. None: none.
+      inner_loop: further feed-forward networks in the last layers, which learn while the model reads. None: none.
       attention: the attention of the mixers that have it.
       ssm: sizes of the state space models.
       head_norm: the norm of the heads' outputs in the recurrent mixers with heads.
@@ -170,6 +173,7 @@ class ModelConfig:
     memory: MemoryConfig = MemoryConfig()
     caching: CachingConfig | None = None
     branch: BranchConfig | None = None
+    inner_loop: InnerLoopConfig | None = None
     attention: AttentionConfig = AttentionConfig()
     ssm: SSMConfig = SSMConfig()
     mamba3: Mamba3Config = Mamba3Config()
@@ -210,8 +214,10 @@ class ModelConfig:
                 check.instance("ModelConfig", field.name, getattr(self, field.name), type(field.default))
         check.instance("ModelConfig", "caching", self.caching, CachingConfig, optional=True)
         check.instance("ModelConfig", "branch", self.branch, BranchConfig, optional=True)
+        check.instance("ModelConfig", "inner_loop", self.inner_loop, InnerLoopConfig, optional=True)
         self._name_mixers()
         self._check_pattern()
+        self._check_inner_loop()
 
     def _check_sizes(self) -> None:
         optional = ("head_dim", "mlp_dim", "max_positions")
@@ -260,6 +266,21 @@ class ModelConfig:
             check.choice("ModelConfig", "block", self.block, ("pre_norm", "post_norm", "bare"))
         if self.block == "bare" and self.ffn != "none":
             raise ValueError(f"ModelConfig: block='bare' needs ffn='none', got ffn={self.ffn!r}.")
+
+    def _check_inner_loop(self) -> None:
+        if self.inner_loop is None:
+            return
+        layers = self.inner_loop.layers_of(self.num_layers)
+        no_layer_before = f"num_layers={self.num_layers} leaves no layer before the {layers} of the inner loop"
+        for why, is_refused in (
+            (f"mixer={self.mixer!r} is a pattern of several; give one mixer", len(self.pattern) > 1),
+            (no_layer_before, layers >= self.num_layers),
+            (f"dropout={self.dropout} would make every step another one; give 0", self.dropout > 0),
+            ("branch is given; a layer of the inner loop has one mixer, give branch=None", self.branch is not None),
+            ("block='bare' has no residual stream; give 'pre_norm' or 'post_norm'", "bare" in self.blocks),
+        ):
+            if is_refused:
+                raise ValueError(f"ModelConfig: inner_loop is given, but {why}.")
 
     @property
     def memories(self) -> dict[str, MemoryConfig]:

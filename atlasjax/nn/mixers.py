@@ -162,6 +162,11 @@ def check_divided(config: ModelConfig, parts: int, length: int | None = None, *,
     """
     if parts == 1:
         return
+    if config.inner_loop is not None:
+        raise ValueError(
+            f"mesh.sequence is {parts}, but model.inner_loop takes a step after every chunk of a sequence, so that its tokens "
+            "cannot be divided over devices. Give mesh.sequence 1 and a larger mesh.data, fsdp or tensor."
+        )
     if (branch := config.branch_alone) is not None:
         check_divided(branch, parts)
     for name in dict.fromkeys(config.pattern):

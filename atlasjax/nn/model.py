@@ -14,8 +14,9 @@ from atlasjax.memory.check import ARRAYS, check_ids, check_segments, check_shape
 from atlasjax.memory.products import dense
 from atlasjax.mesh_axes import HEAD_AXES
 from atlasjax.mixers.attention import segment_positions
-from atlasjax.nn.cache_check import check_cache
+from atlasjax.nn.cache_check import check_cache, check_inner
 from atlasjax.nn.config import ModelConfig
+from atlasjax.nn.inner_loop import InnerLoop, InnerState
 from atlasjax.nn.layers import Linear, dropout
 from atlasjax.nn.mixer_check import why_not_decoded
 from atlasjax.nn.module import Module
@@ -34,6 +35,18 @@ class PositionedCache(NamedTuple):
 
     layers: PyTree
     position: Int[Array, "1 batch"]
+
+
+class InnerCache(NamedTuple):
+    """The cache of a model with an inner loop.
+
+    Attributes:
+      layers: the states of the layers before it.
+      inner: the state of the inner loop.
+    """
+
+    layers: PyTree
+    inner: InnerState
 
 
 _Carry = tuple[jax.Array, PyTree]  # the residual stream, and the states of all layers
@@ -64,6 +77,7 @@ class LanguageModel(Module):
         self.positions = None if config.max_positions is None else table(config.max_positions)
         self.embedding_norm = make_norm(config) if config.embedding_norm else None
         self.layers = stack_layers(config, rngs)
+        self.inner = None if config.inner_loop is None else InnerLoop(config, rngs=rngs)
         self.norm = make_norm(config)
         if config.tie_embeddings:
             self.head = None
@@ -113,7 +127,7 @@ class LanguageModel(Module):
         hidden, norms = self._run(tokens, segment_ids, max_segments, dropout_keys)
         # The batch may be split over devices, so one maximum covers all repetitions of a layer.
         largest = [None if norm is None else jnp.max(norm, axis=1) for norm in norms]
-        repetitions = self.config.num_layers // len(largest)
+        repetitions = max((len(norm) for norm in largest if norm is not None), default=0)
         by_layer = {
             repetition * len(largest) + i: norm[repetition]
             for repetition in range(repetitions)
@@ -160,7 +174,13 @@ class LanguageModel(Module):
             return nnx.merge(graphdef, params).observe(x, segment_ids, max_segments, keys, first)
 
         x, norms = jax.lax.scan(layer, x, (params, layer_keys))
+        if self.inner is not None:
+            x = self.inner(x, tokens, segment_ids, max_segments, self._head)
         return self.norm(x), norms
+
+    def _head(self, x: jax.Array) -> jax.Array:
+        """The output of the last layer → logits."""
+        return self.logits(self.norm(x))
 
     def logits(self, hidden: Float[Array, "*tokens dim"]) -> Float[Array, "*tokens vocab"]:
         """The head: [..., dim] → float32 [..., vocab_size]."""
@@ -185,6 +205,8 @@ class LanguageModel(Module):
         check.integer("init_cache", "max_length", max_length, optional=True)
         graphdef, params = nnx.split(self.layers, nnx.Param)
         cache = jax.vmap(lambda p: nnx.merge(graphdef, p).init_state(batch_size, max_length))(params)
+        if self.inner is not None:
+            cache = InnerCache(cache, self.inner.init_state(batch_size, max_length))
         return cache if self.positions is None else PositionedCache(cache, jnp.zeros((1, batch_size), jnp.int32))
 
     def extend(
@@ -220,6 +242,10 @@ class LanguageModel(Module):
         have = {x.shape[1] for x in jax.tree.leaves(cache) if isinstance(x, ARRAYS) and x.ndim > 1}
         if have - {batch}:
             raise ValueError(f"extend: tokens have batch size {batch}, but the cache has batch size {have}.")
+        if self.inner is not None:
+            check.instance("extend", "cache", cache, InnerCache)
+            check_inner(functools.partial(self.inner.init_state, batch, 1), cache.inner, "extend")
+            cache = cache.layers
         check_cache(self.layers, cache, batch, "extend")
 
     def _extend_layers(self, tokens: jax.Array, cache: PyTree) -> tuple[jax.Array, PyTree]:
@@ -237,14 +263,21 @@ class LanguageModel(Module):
             number = jnp.arange(jax.tree.leaves(params)[0].shape[0])
             return jax.lax.scan(layer, (x, states), (params, number))[0]
 
+        def run_all(x: jax.Array, cache: PyTree) -> tuple[jax.Array, PyTree]:
+            if self.inner is None:
+                return run(x, cache)
+            x, layers = run(x, cache.layers)
+            x, inner = self.inner.extend(x, tokens, cache.inner, self._head)
+            return x, InnerCache(layers, inner)
+
         time = tokens.shape[1]
         if self.positions is None:
-            x, cache = run(self._embed(tokens, None), cache)
+            x, cache = run_all(self._embed(tokens, None), cache)
         else:
             position = cache.position[0, :, None] + jnp.arange(time)[None]
-            x, layers = run(self._embed(tokens, position), cache.layers)
+            x, layers = run_all(self._embed(tokens, position), cache.layers)
             cache = PositionedCache(layers, cache.position + time)
-        return self.logits(self.norm(x)), cache
+        return self._head(x), cache
 
     def _parts(self, tokens: jax.Array) -> tuple[nnx.GraphDef, nnx.State] | None:
         """The static definition and the parameters, with which a call outside jit compiles itself.

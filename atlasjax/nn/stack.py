@@ -192,12 +192,14 @@ class Layer(Module):
         before: PyTree,
         segment_ids: jax.Array | None = None,
         keys: jax.Array | None = None,
+        between: Callable[[jax.Array], jax.Array] = lambda x: x,
     ) -> tuple[jax.Array, T, PyTree]:
-        """(output, what `mix` returns beside its own, next state of the feed-forward network), from its state `before`."""
+        """(output, what `mix` returns beside its own, next state of the feed-forward network), from its state `before`. `between`
+        maps the residual stream after the mixer."""
         if self.mixer_norm is None:
             return *mix(x), None
         y, state = mix(self._before(self.mixer_norm, x))
-        x = x + self._after(self.mixer_norm, y)
+        x = between(x + self._after(self.mixer_norm, y))
         if self.mlp is not None and self.mlp_norm is not None:
             z = self._before(self.mlp_norm, x)
             if isinstance(self.mlp, _StatefulFFN):
@@ -258,21 +260,28 @@ class Pattern(Module):
 
 
 def stack_layers(config: ModelConfig, rngs: nnx.Rngs) -> Layer | Pattern:
-    """All layers as one `Layer`, or all repetitions as one `Pattern`. Every parameter gets a leading axis "layers"."""
-
+    """All layers as one `Layer`, or all repetitions as one `Pattern`; those of an inner loop excepted."""
     check_caching(config)
     check_own_mixers(config)
+    inner = 0 if config.inner_loop is None else config.inner_loop.layers_of(config.num_layers)
 
-    def make(key: jax.Array) -> Layer | Pattern:
-        rngs = nnx.Rngs(params=key)
+    def make(rngs: nnx.Rngs) -> Layer | Pattern:
         return Layer(config, 0, rngs=rngs) if len(config.pattern) == 1 else Pattern(config, rngs=rngs)
 
-    one = nnx.eval_shape(lambda: make(jax.random.key(0)))
-    init = lambda key: nnx.split(make(key), nnx.Param)[1]
-    keys = jax.random.split(rngs.params(), config.num_layers // len(config.pattern))
+    return stacked(make, (config.num_layers - inner) // len(config.pattern), rngs)
+
+
+M = TypeVar("M", bound=nnx.Module)
+
+
+def stacked(make: Callable[[nnx.Rngs], M], number: int, rngs: nnx.Rngs) -> M:
+    """So many modules as one. Every parameter gets a leading axis "layers"."""
+    one = nnx.eval_shape(lambda: make(nnx.Rngs(params=jax.random.key(0))))
+    init = lambda key: nnx.split(make(nnx.Rngs(params=key)), nnx.Param)[1]
+    keys = jax.random.split(rngs.params(), number)
     # One compilation instead of one per array, even if the model is created outside jit.
-    stacked = jax.jit(lambda keys: jax.lax.map(init, keys))(keys)
-    layers = nnx.merge(nnx.split(one, nnx.Param)[0], stacked)
+    params = jax.jit(lambda keys: jax.lax.map(init, keys))(keys)
+    layers = nnx.merge(nnx.split(one, nnx.Param)[0], params)
     for _, variable in nnx.iter_graph(layers):
         if isinstance(variable, nnx.Param):
             variable.set_metadata(logical_axes=("layers", *variable.get_metadata("logical_axes")))

@@ -116,6 +116,8 @@ def _fields(changes: dict[str, Any], size_name: str, architecture: str | None = 
         changes["memory"] = dataclasses.replace(changes["memory"], caching=caching, truncation=None)
     if changes.pop("hierarchy", False):
         changes["memory"] = _hierarchical(changes["memory"], size.hierarchy)
+    if changes.get("inner_loop"):
+        changes["inner_loop"] = size.inner_loop
     if mixer in ONE_LAYER:
         layers = size.fields["num_layers"]
         memory_layer = round(3 * layers / 4) - 1  # the ninth of twelve
@@ -149,7 +151,10 @@ def _fit(fields: dict[str, Any], size: Size) -> ModelConfig:
         return ModelConfig(**{**fields, "num_layers": max(1, layers)})
     least = ModelConfig(**fields, mlp_dim=size.width_step)
     per_column = 2 * least.dim + 1 if least.ffn == "gelu" else 3 * least.dim
-    per_step = per_column * least.num_layers * size.width_step
+    networks = least.num_layers
+    if (own := least.inner_loop) is not None:
+        networks += own.layers_of(networks) * len(own.periods)
+    per_step = per_column * networks * size.width_step
     count = nn.count_parameters(least)
     steps = 1 + round((size.parameters - count) / per_step)
     if steps < 1:

@@ -37,6 +37,7 @@ _GAM_FRAME = {"ffn": "gelu", "norm": "layer", "norm_eps": 1e-5, "positions": "le
 BASELINES: dict[str, dict[str, Any]] = {
     "transformer++": {"mixer": "attention"},
     "swa": {"mixer": "swa"},
+    "e2e": {"mixer": "swa", "inner_loop": True},
     "retnet": {"mixer": "retnet", "value_expansion": 2},
     "gla": {"mixer": "gla"},
     "deltanet": {"mixer": "deltanet"},
@@ -127,5 +128,6 @@ def _architectures() -> dict[str, dict[str, Any]]:
 
 
 # Architecture → the fields of `ModelConfig` that it changes. In this table, "memory" is the name of a rule, "caching" that of an
-# aggregation, "hierarchy" says that the memory is TNT's, and "sampling" that of a sampling of Elastic Memory.
+# aggregation, "hierarchy" says that the memory is TNT's, "inner_loop" that the model has one, and "sampling" is the name of a
+# sampling of Elastic Memory.
 ARCHITECTURES: dict[str, dict[str, Any]] = _architectures()

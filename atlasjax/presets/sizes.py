@@ -11,6 +11,7 @@ from atlasjax.nn.config import (
     ElasticConfig,
     HierarchyConfig,
     InfiniConfig,
+    InnerLoopConfig,
     LaCTConfig,
     MelodiConfig,
     MemorizingConfig,
@@ -52,6 +53,7 @@ class Size:
       mamba2_state: published state size of Mamba-2 and Mamba-3.
       cached_segment: number of tokens in a segment of Memory Caching (MC: 256).
       hierarchy: chunks and restarts of TNT's memories (TNT: 2,048 and 8).
+      inner_loop: the inner loop of the architectures that have one (TTT-E2E: 1,024).
       truncation: rule → `MemoryConfig.truncation`. A cached memory begins anew in each segment and needs none.
       max_positions: number of positions in models with learned positions.
       blocks: mixer → config, for the mixers that attend within blocks, or whose chunks are too long for the size.
@@ -65,6 +67,7 @@ class Size:
     mamba2_state: int = 128
     cached_segment: int = 256
     hierarchy: HierarchyConfig = HierarchyConfig()
+    inner_loop: InnerLoopConfig = InnerLoopConfig()
     truncation: Mapping[str, int] = dataclasses.field(default_factory=lambda: TRUNCATION)
     max_positions: int = 4096
     blocks: Mapping[str, object] = dataclasses.field(
@@ -89,6 +92,7 @@ SIZES: dict[str, Size] = {
         mamba2_state=64,
         cached_segment=64,
         hierarchy=HierarchyConfig(global_chunk=64, restart=128),
+        inner_loop=InnerLoopConfig(periods=(32,)),
         truncation={"atlas": 1024, "atlas_plus_plus": 256},
         blocks=_blocks(ElasticConfig(64, block_size=64, context=512), layers=4)
         | {"lact": LaCTConfig(chunk_size=64, rank=8)},

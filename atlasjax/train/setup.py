@@ -73,6 +73,8 @@ def prepare(config: TrainConfig) -> Setup:
         raise ValueError(
             f"data.sequence_length is {config.data.sequence_length}; it should be at most model.max_positions, which is {longest}."
         )
+    if config.model.inner_loop is not None:
+        config.model.inner_loop.check_length(config.data.sequence_length, "data.sequence_length")
     check_own_calls(config.model, config.data.sequence_length, packed=config.data.packing == "documents")
     tokenizer = run_tokenizer(config)
     if config.model.vocab_size < tokenizer.vocab_size:

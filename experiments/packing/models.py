@@ -22,8 +22,12 @@ def small(preset: str) -> ModelConfig:
         cut["chunk_size"] = 8
     if memory.caching is not None:
         cut["caching"] = dataclasses.replace(memory.caching, segment_size=8)
+    inner = config.inner_loop
+    if inner is not None:
+        inner = dataclasses.replace(inner, periods=tuple(8 * period // inner.chunk for period in inner.periods))
     return dataclasses.replace(
         config,
+        inner_loop=inner,
         vocab_size=VOCAB,
         dim=32,
         num_layers=2 if len(config.pattern) < 3 else len(config.pattern),

@@ -1,0 +1,222 @@
+"""The inner loop of a model (TTT-E2E, and HOPE's continuum memory system) against its definition in float64, and its streams."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from atlasjax.nn import AttentionConfig, InnerLoopConfig, LanguageModel, ModelConfig, check_divided
+from atlasjax.nn.model import InnerCache
+from atlasjax.train import state as state_lib
+
+VOCAB, DIM, WINDOW, CHUNK, TIME = 7, 4, 4, 3, 10
+INNER = InnerLoopConfig(layers=2, periods=(CHUNK, 2 * CHUNK), learning_rate=0.1, clip=0.3, mlp_dim=5)
+CONFIG = ModelConfig(
+    vocab_size=VOCAB, dim=DIM, num_layers=3, num_heads=2, mixer="swa", attention=AttentionConfig(window=WINDOW), mlp_dim=6,
+    inner_loop=INNER, dtype="float32",
+)  # fmt: skip
+
+pytestmark = pytest.mark.usefixtures("compile_fast")
+
+
+@pytest.fixture(scope="module")
+def model() -> LanguageModel:
+    return LanguageModel(CONFIG, rngs=nnx.Rngs(0))
+
+
+@pytest.fixture(scope="module")
+def tokens() -> jax.Array:
+    return jax.random.randint(jax.random.key(1), (2, TIME), 0, VOCAB)
+
+
+@pytest.fixture(scope="module")
+def logits(model, tokens):
+    return np.asarray(model(tokens))
+
+
+def norm(x, scale):
+    return x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + CONFIG.norm_eps) * scale
+
+
+def swiglu(x, gate_and_wide, out):
+    return (jax.nn.silu(x @ gate_and_wide[:, 0]) * (x @ gate_and_wide[:, 1])) @ out
+
+
+def attention(x, params):
+    """Of one sequence [time, dim], over a window and with RoPE."""
+    size, heads = DIM // 2, []
+    for head in range(2):
+        q, k, v = jnp.split(x @ params["attention"]["inputs"]["kernel"][:, head], 3, -1)
+        t = jnp.arange(len(x))
+        angle = t * 1.0  # one pair of channels, whose wavelength is 2 π
+        turn = lambda z, c=jnp.cos(angle), s=jnp.sin(angle): jnp.stack(
+            [z[:, 0] * c - z[:, 1] * s, z[:, 1] * c + z[:, 0] * s], -1
+        )
+        seen = (t[:, None] >= t) & (t[:, None] - t < WINDOW)
+        heads.append(jax.nn.softmax(jnp.where(seen, turn(q) @ turn(k).T / size**0.5, -jnp.inf)) @ v)
+    return jnp.concatenate(heads, -1) @ params["out"]["kernel"]
+
+
+def definition(params, tokens):
+    """Logits of one sequence. Every chunk reads all tokens again, each with the fast weights of its chunk."""
+    take = lambda tree, i: jax.tree.map(lambda x: x[i], tree)
+    inner = params["inner"]["layers"]
+    initial = [[take(inner[f"fast_{j}"]["mlp"], i) for i in range(INNER.layers)] for j in range(len(INNER.periods))]
+
+    def run(history):
+        """The logits, with the fast weights of every chunk so far: a list of those of all chunks."""
+        length = len(history) * CHUNK
+        x = params["embedding"][tokens[:length]]
+
+        def layer(x, params, level):
+            x = x + attention(norm(x, params["mixer_norm"]["scale"]), params["mixer"])
+            if level is not None:
+                for j in range(len(INNER.periods)):
+                    own = params[f"fast_{j}"]
+                    z = norm(x, own["norm"]["scale"])
+                    weights = [chunk[j][level] for chunk in history]
+                    parts = [
+                        swiglu(z[c * CHUNK : (c + 1) * CHUNK], w["gate_and_wide"]["kernel"], w["out"]["kernel"])
+                        for c, w in enumerate(weights)
+                    ]
+                    x = x + norm(jnp.concatenate(parts)[: len(x)], own["post_norm"]["scale"])
+            z = norm(x, params["mlp_norm"]["scale"])
+            return x + swiglu(z, params["mlp"]["gate_and_wide"]["kernel"], params["mlp"]["out"]["kernel"])
+
+        x = layer(x, take(params["layers"], 0), None)
+        for i in range(INNER.layers):
+            x = layer(x, take(inner, i), i)
+        return norm(x, params["norm"]["scale"]) @ params["embedding"].T
+
+    def loss(weights, history, chunk):
+        y = run([*history[:chunk], weights])[chunk * CHUNK : (chunk + 1) * CHUNK]
+        return jnp.mean(-jax.nn.log_softmax(y)[jnp.arange(CHUNK), tokens[chunk * CHUNK + 1 : (chunk + 1) * CHUNK + 1]])
+
+    history, kept = [initial], [[] for _ in INNER.periods]
+    for chunk in range((len(tokens) - 1) // CHUNK):
+        gradients = jax.grad(loss)(history[chunk], history, chunk)
+        following = []
+        for j, period in enumerate(INNER.periods):
+            kept[j].append(gradients[j])
+            new = history[chunk][j]
+            if len(kept[j]) == period // CHUNK:
+                mean = jax.tree.map(lambda *g: sum(g) / len(g), *kept[j])
+                size = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(mean)))
+                factor = INNER.learning_rate * jnp.minimum(1, INNER.clip / size)
+                new, kept[j] = jax.tree.map(lambda w, g, f=factor: w - f * g, new, mean), []
+            following.append(new)
+        history.append(following)
+    return run(history)
+
+
+def test_values_and_outer_gradients_are_those_of_the_definition(model, tokens, logits):
+    graphdef, state = nnx.split(model, nnx.Param)
+    params, weights = state_lib.pure(state), np.random.default_rng(0).normal(size=logits.shape)
+
+    def ours(params):
+        return jnp.sum(state_lib.merge(graphdef, params)(tokens) * jnp.asarray(weights, jnp.float32))
+
+    gradient = jax.jit(jax.grad(ours))(params)
+    with jax.enable_x64(True):
+        exact = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), params)
+
+        def theirs(params):
+            y = jax.vmap(lambda row: definition(params, row))(tokens)
+            return jnp.sum(y * weights), y
+
+        expected, values = jax.jit(jax.grad(theirs, has_aux=True))(exact)
+    np.testing.assert_allclose(logits, values, atol=1e-4 * np.abs(values).max())
+    for ours, theirs in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-4 * np.abs(theirs).max())
+
+
+def read(model, tokens, cache, pieces):
+    ys, start = [], 0
+    for length in pieces:
+        y, cache = model.extend(tokens[:, start : start + length], cache)
+        ys.append(np.asarray(y))
+        start += length
+    return np.concatenate(ys, axis=1), cache
+
+
+@pytest.mark.parametrize("pieces", [(1,) * TIME, (4, 4, 1, 1), (1, 4, 4, 1), (1, 1, 4, 4)], ids=str)
+def test_a_stream_of_any_pieces(model, tokens, logits, pieces):
+    y, cache = read(model, tokens, model.init_cache(2), pieces)
+    np.testing.assert_allclose(y, logits, atol=1e-4 * np.abs(logits).max())
+    assert isinstance(cache, InnerCache)
+    assert len({x.unsafe_buffer_pointer() for x in jax.tree.leaves(cache)}) == len(jax.tree.leaves(cache))
+
+
+def test_a_fresh_cache_has_every_array_once(model):
+    leaves = jax.tree.leaves(model.init_cache(2))
+    assert len({x.unsafe_buffer_pointer() for x in leaves}) == len(leaves)  # `generate` donates them
+
+
+def test_rows_of_a_stream_may_be_at_different_places(model, tokens, logits):
+    rows = [read(model, tokens, model.init_cache(2), (1,) * count)[1] for count in (4, 5)]
+    cache = jax.tree.map(lambda a, b: jnp.stack([a[:, 0], b[:, 1]], axis=1), *rows)
+    shifted = jnp.stack([tokens[0, 4:9], tokens[1, 5:10]])
+    y = read(model, shifted, cache, (4, 1))[0]
+    expected = np.stack([logits[0, 4:9], logits[1, 5:10]])
+    np.testing.assert_allclose(y, expected, atol=1e-4 * np.abs(logits).max())
+
+
+def test_packed_documents_have_weights_of_their_own(model, tokens, logits):
+    alone = np.asarray(model(tokens[:, :5]))
+    packed = jnp.concatenate([tokens[:, :5], tokens[:, :5]], axis=1)
+    ids = jnp.repeat(jnp.array([[3, 1]]), 5, axis=1)
+    y = np.asarray(model(packed, jnp.broadcast_to(ids, packed.shape), 2))
+    np.testing.assert_allclose(y, np.concatenate([alone, alone], axis=1), atol=1e-4 * np.abs(logits).max())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mixer": ("swa", "mamba", "swa")}, "pattern of several"),
+        ({"num_layers": 2}, "num_layers=2 leaves no layer before the 2"),
+        ({"dropout": 0.1}, "dropout=0.1 would make"),
+        ({"inner_loop": (3,)}, "inner_loop must be"),
+    ],
+    ids=str,
+)
+def test_models_without_an_inner_loop(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(CONFIG, **changes)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"periods": (4, 6)}, "all be multiples of the shortest, 4"),
+        ({"periods": ()}, "must be a tuple"),
+        ({"clip": 0.0}, "clip"),
+        ({"layers": 0}, "layers"),
+    ],
+    ids=str,
+)
+def test_settings_that_cannot_be(fields, message):
+    with pytest.raises(ValueError, match=message):
+        InnerLoopConfig(**fields)
+
+
+def test_values_of_the_first_layer_are_refused():
+    config = dataclasses.replace(CONFIG, mixer="rwkv7")
+    with pytest.raises(
+        ValueError, match=r"mixer='rwkv7' uses the values of the first layer; give rwkv7\.value_residual=False"
+    ):
+        LanguageModel(config, rngs=nnx.Rngs(0))
+
+
+def test_tokens_of_a_sequence_are_not_divided():
+    with pytest.raises(ValueError, match=r"mesh\.sequence is 2, but model\.inner_loop takes a step after every chunk"):
+        check_divided(CONFIG, 2)
+
+
+def test_a_sequence_without_a_step_is_refused():
+    with pytest.raises(
+        ValueError, match=r"data\.sequence_length is 3; it should be above the shortest of model\.inner_loop\.periods"
+    ):
+        INNER.check_length(3, "data.sequence_length")
