@@ -13,6 +13,7 @@ from atlasjax.mixers.gam import GAMConfig
 from atlasjax.mixers.infini import InfiniConfig
 from atlasjax.mixers.melodi import MelodiConfig
 from atlasjax.mixers.memorizing import MemorizingConfig
+from atlasjax.mixers.self_modifying import SelfModifyingConfig
 from atlasjax.names import check_options, name_of, options_text, resolve
 from atlasjax.nn.attention_config import AttentionConfig, AttentionSizes
 from atlasjax.nn.branch_config import BranchConfig
@@ -56,6 +57,7 @@ __all__ = [
     "ModelConfig",
     "RWKV7Config",
     "SSMConfig",
+    "SelfModifyingConfig",
 ]
 
 # The library's mixers: name in a config → class. By its name and not by an import, because the classes take the configs below.
@@ -95,6 +97,7 @@ MIXER_NAMES = {
     "log_linear_mamba2": "atlasjax.nn.baselines.log_linear:LogLinearMamba2Mixer",
     "gam": "atlasjax.nn.gam:GAMMixer",
     "lact": "atlasjax.nn.lact:LaCTMixer",
+    "self_modifying_titans": "atlasjax.nn.self_modifying:SelfModifyingMixer",
 }
 
 
@@ -139,6 +142,7 @@ class ModelConfig:
       head_norm: the norm of the heads' outputs in the recurrent mixers with heads.
       gated_deltanet, gated_deltaproduct, kda, mamba3, mesa, rwkv7: the mixer of that name, and others that say so.
       block_attention, elastic, memorizing, infini, melodi, block_recurrence, gam, lact: config of the mixer of that name.
+      self_modifying: config of the mixer "self_modifying_titans".
       norm: norm of the residual stream: "rms"; "rms_plus_one", with 1 + scale in place of the scale; or "layer", with a bias. Norms
         inside mixers follow their papers.
       embedding_norm: whether such a norm is also applied to the embeddings, as in RWKV.
@@ -191,6 +195,7 @@ class ModelConfig:
     block_recurrence: BlockRecurrenceConfig = BlockRecurrenceConfig()
     gam: GAMConfig = GAMConfig()
     lact: LaCTConfig = LaCTConfig()
+    self_modifying: SelfModifyingConfig = SelfModifyingConfig()
     norm: Literal["rms", "rms_plus_one", "layer"] = "rms"
     embedding_norm: bool = False
     positions: Literal["none", "learned"] = "none"

@@ -116,8 +116,9 @@ def _fields(changes: dict[str, Any], size_name: str, architecture: str | None = 
         changes["memory"] = dataclasses.replace(changes["memory"], caching=caching, truncation=None)
     if changes.pop("hierarchy", False):
         changes["memory"] = _hierarchical(changes["memory"], size.hierarchy)
-    if changes.get("inner_loop"):
-        changes["inner_loop"] = size.inner_loop
+    if "inner_loop" in changes:
+        periods = tuple(multiple * size.inner_loop.chunk for multiple in changes["inner_loop"])
+        changes["inner_loop"] = dataclasses.replace(size.inner_loop, periods=periods)
     if mixer in ONE_LAYER:
         layers = size.fields["num_layers"]
         memory_layer = round(3 * layers / 4) - 1  # the ninth of twelve

@@ -37,7 +37,7 @@ _GAM_FRAME = {"ffn": "gelu", "norm": "layer", "norm_eps": 1e-5, "positions": "le
 BASELINES: dict[str, dict[str, Any]] = {
     "transformer++": {"mixer": "attention"},
     "swa": {"mixer": "swa"},
-    "e2e": {"mixer": "swa", "inner_loop": True},
+    "e2e": {"mixer": "swa", "inner_loop": (1,)},
     "retnet": {"mixer": "retnet", "value_expansion": 2},
     "gla": {"mixer": "gla"},
     "deltanet": {"mixer": "deltanet"},
@@ -58,6 +58,8 @@ BASELINES: dict[str, dict[str, Any]] = {
     "log-linear++": {"mixer": "log_linear_plus_plus"},
     "log-linear-mamba2": {"mixer": "log_linear_mamba2", "ffn": "none"},
     "lact": {"mixer": "lact", "attention": AttentionConfig(rope_theta=5e5, qk_norm="all")},
+    "self-modifying-titans": {"mixer": "self_modifying_titans"},
+    "hope": {"mixer": "self_modifying_titans", "inner_loop": (1, 2)},
     "gam": {"mixer": "gam", **_GAM_FRAME},
     "gam-sum": {"mixer": "gam", "gam": GAMConfig(fusion="sum"), **_GAM_FRAME},
     "gam-global": {"mixer": "gam", "gam": GAMConfig(fusion="global"), **_GAM_FRAME},
@@ -128,6 +130,6 @@ def _architectures() -> dict[str, dict[str, Any]]:
 
 
 # Architecture → the fields of `ModelConfig` that it changes. In this table, "memory" is the name of a rule, "caching" that of an
-# aggregation, "hierarchy" says that the memory is TNT's, "inner_loop" that the model has one, and "sampling" is the name of a
-# sampling of Elastic Memory.
+# aggregation, "hierarchy" says that the memory is TNT's, "inner_loop" has the periods of one, in
+# chunks, and "sampling" is the name of a sampling of Elastic Memory.
 ARCHITECTURES: dict[str, dict[str, Any]] = _architectures()

@@ -53,7 +53,7 @@ class Size:
       mamba2_state: published state size of Mamba-2 and Mamba-3.
       cached_segment: number of tokens in a segment of Memory Caching (MC: 256).
       hierarchy: chunks and restarts of TNT's memories (TNT: 2,048 and 8).
-      inner_loop: the inner loop of the architectures that have one (TTT-E2E: 1,024).
+      inner_loop: the inner loop of the architectures that have one, whose period is a chunk (TTT-E2E: 1,024).
       truncation: rule → `MemoryConfig.truncation`. A cached memory begins anew in each segment and needs none.
       max_positions: number of positions in models with learned positions.
       blocks: mixer → config, for the mixers that attend within blocks, or whose chunks are too long for the size.

@@ -47,6 +47,7 @@ def small(preset: str) -> ModelConfig:
         memorizing=nn.MemorizingConfig(6, 8),
         infini=nn.InfiniConfig(8),
         melodi=nn.MelodiConfig(6, 8),
+        self_modifying=dataclasses.replace(config.self_modifying, chunk_size=8),
         lact=dataclasses.replace(config.lact, chunk_size=8, rank=2),
         gam=dataclasses.replace(config.gam, slots=16),
         max_positions=config.max_positions and LONGEST,

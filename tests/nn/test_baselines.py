@@ -11,7 +11,15 @@ import pytest
 from flax import nnx
 
 from atlasjax.memory.fast_weights import kernels, linear_kernels
-from atlasjax.nn import CachingConfig, KDAConfig, Mamba3Config, ModelConfig, SSMConfig, logical_axes
+from atlasjax.nn import (
+    CachingConfig,
+    KDAConfig,
+    Mamba3Config,
+    ModelConfig,
+    SelfModifyingConfig,
+    SSMConfig,
+    logical_axes,
+)
 from atlasjax.nn.mixers import MIXERS
 from atlasjax.train.optimizer import decay_mask
 from tests.marks import if_slow, some_slow
@@ -212,6 +220,12 @@ def test_refuses_sizes_that_do_not_fit():
         mamba3(ssm=SSMConfig(2, head_dim=4))
     with pytest.raises(ValueError, match=r"mixer 'mamba3': caching is given, but mamba3.rank is 2; should be 1"):
         mamba3(ssm=SSMConfig(head_dim=4), mamba3=Mamba3Config(2), caching=CachingConfig())
+    with pytest.raises(
+        ValueError, match=r"mixer 'self_modifying_titans': its heads share out dim=12; num_heads=2, head_dim=8"
+    ):
+        MIXERS["self_modifying_titans"](ModelConfig(dim=12, num_heads=2, head_dim=8), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="chunk_size=4 and generator_chunk=6 must be such that one is a multiple"):
+        SelfModifyingConfig(4, generator_chunk=6)
     with pytest.raises(ValueError, match="mixer 'retnet': head_dim=3 must be even"):
         MIXERS["retnet"](ModelConfig(dim=12, num_heads=4), rngs=nnx.Rngs(0))
 
