@@ -15,7 +15,7 @@ The docstrings give the recurrences of the papers. By default a rule also has bo
 from atlasjax.rules.linear import gla, linear_attention, polysketch, retnet, mamba3
 from atlasjax.rules.delta import delta_rule, longhorn, longhorn_channel, gated_delta_rule, kda, rwkv7, rwkv7_one_key
 from atlasjax.rules.delta import comba, gdn2, pgdn, pkda, momentum_delta
-from atlasjax.rules.deep import memora, moneta, titans, titans_no_momentum, ttt_linear, ttt_mlp, yaad
+from atlasjax.rules.deep import dgd, memora, moneta, titans, titans_no_momentum, ttt_linear, ttt_mlp, yaad
 from atlasjax.rules.atlas import atlas, atlas_plus_plus, deep_transformer, dla, dot, omeganet, swdt, swla
 from atlasjax.rules.regression import mesa
 from atlasjax.rules.large_chunk import in_place_ttt, lact
@@ -32,6 +32,7 @@ __all__ = [
     "comba",
     "deep_transformer",
     "delta_rule",
+    "dgd",
     "dla",
     "dot",
     "gated_delta_rule",

@@ -62,6 +62,23 @@ def titans_no_momentum(
     return MemoryRule(structure, objectives.L2(), features, optimizers.GradientDescent(), chunk_size=chunk_size)
 
 
+@register("W2_t = W2_{t−1} (α I − η k kᵀ) − η ∇, W1_t = α W1_{t−1} − η ∇")
+def dgd(
+    chunk_size: int = 16, structure: structures.Structure = structures.MLP(expansion=1),
+    features: features_lib.Features = features_lib.Identity(),
+) -> MemoryRule:  # fmt: skip
+    """Delta gradient descent (HOPE; Nested Learning, NeurIPS 2025, App. B): gradient descent with weight decay that also forgets,
+    in the matrices that read the key, what was stored along it. The memory is M(x) = x + W1 gelu(W2 x) by default.
+
+    The loss is ½‖M(k) − v‖², half of the paper's: its gradient is half of theirs at the same η. fla has no function for it.
+
+    With bounds by default; `rules.dgd().unbounded()` is the recurrence as published.
+    """
+    return MemoryRule(
+        structure, objectives.L2(), features, optimizers.GradientDescent(), retention.Delta(), chunk_size=chunk_size
+    )
+
+
 @register("A_t = α A_{t−1} − η ∇, M_t = sign(A_t) |A_t|^{q−1} / ‖A_t‖_q^{q−2}")
 def moneta(
     chunk_size: int = 64, p: float = 3.0, q: float = 4.0, structure: structures.Structure = structures.MLP()

@@ -69,6 +69,8 @@ RULES: dict[str, MemoryRule] = {
     "omeganet_powers": rules.omeganet(8, 3, features=features.Powers(3)),
     "omeganet_sketch": rules.omeganet(8, 3, features=features.TensorSketch(2, 8)),
     "yaad_window": MemoryRule(objective=objectives.Huber(), window=3, chunk_size=8),
+    "dgd": rules.dgd(8),
+    "dgd_matrix": rules.dgd(6, MATRIX),
     "moneta": rules.moneta(8, structure=structures.MLP(expansion=2)),
     "moneta_row": rules.moneta(8, q=2.0),
     "yaad": rules.yaad(8),

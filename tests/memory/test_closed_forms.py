@@ -126,6 +126,11 @@ def omega(W, x, past):
     return x.retention * W - x.step_size * gradient
 
 
+def dgd(W, x, _):
+    toward_k = x.retention * np.eye(len(x.k)) - x.step_size * np.outer(x.k, x.k)
+    return W @ toward_k - x.step_size * np.outer(W @ x.k - x.v, x.k)
+
+
 GD = optimizers.GradientDescent()
 ROWS = {
     "linear_attention": (rules.linear_attention(), linear_attention),
@@ -143,6 +148,7 @@ ROWS = {
     "comba": (rules.comba().unbounded(), comba),
     "pgdn": (rules.pgdn().unbounded(), pgdn),
     "titans_no_momentum": (rules.titans_no_momentum(1, MATRIX), titans_no_momentum),
+    "dgd": (rules.dgd(1, MATRIX).unbounded(), dgd),
     "moneta_row": (rules.moneta(1, q=2.0, structure=MATRIX), moneta_row),
     "yaad": (rules.yaad(1, MATRIX), yaad),
     "dla": (rules.dla(64, MATRIX), retnet),
@@ -189,6 +195,30 @@ def test_momentum_delta(first, x64):
     y, state = memory.scan(rule, *args)
     assert_close(y[0, :, 0], np.stack(expected), 1e-11)
     assert_close((state.memory["W"][0, 0], state.momentum["W"][0, 0]), (W, S), 1e-11)
+
+
+def test_deep_delta_gradient_descent(x64):
+    """HOPE's memory M(x) = x + W1 σ(W2 x): gradients at the chunk's start, and only W2 is forgotten along the key."""
+    rule, chunk = rules.dgd(4, structures.MLP(expansion=1, activation="silu")).unbounded(), 4
+    params, q, k, v, gates = make_inputs(rule, batch=1, time=TIME, heads=1, key_dim=3, value_dim=3, dtype=jnp.float64)
+    W1, W2 = (np.asarray(params.weights[name])[0] for name in ("W1", "W2"))
+    expected = []
+    phi = lambda z: 1.0 / (1.0 + np.exp(-z))
+    slope = lambda z: phi(z) + z * phi(z) * (1.0 - phi(z))
+    for t in range(TIME):
+        if t % chunk == 0:
+            A1, A2 = W1, W2
+        key, value, query = (np.asarray(x)[0, t, 0] for x in (k, v, q))
+        alpha, eta = (float(g[0, t, 0]) for g in (gates.retention, gates.step_size))
+        z = A2 @ key
+        error = key + A1 @ (z * phi(z)) - value
+        W1 = alpha * W1 - eta * np.outer(error, z * phi(z))
+        W2 = W2 @ (alpha * np.eye(3) - eta * np.outer(key, key)) - eta * np.outer(slope(z) * (A1.T @ error), key)
+        z = W2 @ query
+        expected.append(query + W1 @ (z * phi(z)))
+    y, state = memory.scan(rule, params, None, q, k, v, gates)
+    assert_close(y[0, :, 0], np.stack(expected), 1e-12)
+    assert_close((state.memory["W1"][0, 0], state.memory["W2"][0, 0]), (W1, W2), 1e-12)
 
 
 def test_titans_with_momentum(x64):

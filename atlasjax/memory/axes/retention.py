@@ -31,6 +31,7 @@ class Retention(Axis):
     Attributes:
       gate: the gate α: "scalar" for one per token and head, "channel" for one per feature channel, None for no gate (α = 1).
       decay_first: whether gradients are taken at the decayed memory. Requires chunks of one token.
+      follows_keys: whether a token is also forgotten along its key (`decay_along`), in the matrices that read it.
       has_map: whether there is a `map`, as in every class that defines one. A state then stores A, and `MemoryRule.weights` is M.
       is_linear: claim: decay(A, α) = α A.
       is_bounded: claim: M_t is bounded, whatever is written.
@@ -41,6 +42,7 @@ class Retention(Axis):
     shortcuts: ClassVar = ("change_along_outer", "stored_and_mapped")
     gate: str | None = "scalar"
     decay_first: bool = False
+    follows_keys: bool = False
     has_map: bool = False
     is_linear: bool
     is_bounded: bool
@@ -57,6 +59,10 @@ class Retention(Axis):
     def decay(self, weight: jax.Array, alpha: jax.Array) -> jax.Array:
         """The decayed accumulator [out, in] of one weight. alpha: a scalar, or [in] for a gate per channel."""
         return (alpha[None] if alpha.ndim else alpha) * weight
+
+    def decay_along(self, weight: jax.Array, alpha: jax.Array, key: jax.Array, step: jax.Array) -> jax.Array:
+        """`decay` of a matrix [out, in] that reads φ(k), if the retention `follows_keys`. key: φ(k) [in]; step: the token's η."""
+        return self.decay(weight, alpha)
 
     def start(self, accumulator: jax.Array) -> jax.Array:
         """The form in which an accumulator [out, in] is stored. It must have the same map."""
@@ -137,6 +143,23 @@ class Channel(Retention):
 
     def summary(self) -> str:
         return "per channel"
+
+
+@dataclasses.dataclass(frozen=True)
+class Delta(Retention):
+    """That of delta gradient descent (HOPE; Nested Learning, NeurIPS 2025, App. B): M_t = M_{t−1} (α_t I − η_t φ(k) φ(k)ᵀ) + S_t in
+    the matrices that read φ(k), such as W2 of an MLP, and α_t M_{t−1} + S_t in the others.
+
+    With `Bound.step` s, the η of the decay is at most s / ‖φ(k)‖²: it forgets what was stored along φ(k), and no more.
+    """
+
+    follows_keys = True
+
+    def decay_along(self, weight: jax.Array, alpha: jax.Array, key: jax.Array, step: jax.Array) -> jax.Array:
+        return alpha * weight - step * exact(weight, key)[:, None] * key
+
+    def summary(self) -> str:
+        return "per head, and along the key"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -89,6 +89,11 @@ class Structure(Axis):
         """
         raise NotImplementedError(f"{type(self).__name__}.weight_shapes")
 
+    @property
+    def readers(self) -> tuple[str, ...]:
+        """Names of the matrices that read the features."""
+        return tuple(self.weight_shapes(1, 1))[-1:]
+
     def init(self, key: jax.Array, feature_dim: int, value_dim: int) -> dict[str, jax.Array]:
         """M_0 of one head, name → float32 [out, in]. By default normal with variance 1 / in."""
         shapes = self.weight_shapes(feature_dim, value_dim)
@@ -231,6 +236,10 @@ class GatedMLP(Structure):
         hidden = self.expansion * value_dim
         return {"W1": (value_dim, hidden), "W2": (hidden, feature_dim), "W3": (hidden, feature_dim)}
 
+    @property
+    def readers(self) -> tuple[str, ...]:
+        return "W2", "W3"
+
     def apply(self, linear: Linear, x: jax.Array, skip: jax.Array | None, norm: Mapping | None) -> jax.Array:
         assert skip is not None
         return skip + linear("W1", ACTIVATIONS[self.activation](linear("W2", x)) * linear("W3", x))
@@ -257,6 +266,10 @@ class SwiGLU(Structure):
     def weight_shapes(self, feature_dim: int, value_dim: int) -> dict[str, tuple[int, int]]:
         hidden = self.expansion * feature_dim
         return {"W1": (value_dim, hidden), "W2": (hidden, feature_dim), "W3": (hidden, feature_dim)}
+
+    @property
+    def readers(self) -> tuple[str, ...]:
+        return "W2", "W3"
 
     def apply(self, linear: Linear, x: jax.Array, skip: jax.Array | None, norm: Mapping | None) -> jax.Array:
         return linear("W1", jax.nn.silu(linear("W2", x)) * linear("W3", x))

@@ -61,6 +61,10 @@ def clashes(rule: Choices) -> Iterator[tuple[str, str]]:
             f"chunk_size={rule.chunk_size}: gradients are taken at the memory of the chunk's start, which is "
             "not decayed token by token. Use chunk_size=1.",
         )
+    if rule.retention.follows_keys and (rule.retention.gate == "channel" or rule.retention.has_map):
+        yield retention, "its follows_keys=True: it is defined for a scalar α and without a map."
+    if rule.retention.follows_keys and rule.optimizer.per_channel:
+        yield retention, f"{optimizer}: it forgets along a key by one step size, not by one per channel."
     if rule.uses_muon:
         yield from _clashes_of_muon(rule.optimizer)
     if rule.optimizer.write_gate:

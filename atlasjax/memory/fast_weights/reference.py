@@ -129,7 +129,8 @@ def _token(rule: MemorySpec, params: MemoryParams, initial: dict, carry: dict, t
         # Counted from the chunk's start, so the last token of a chunk writes whenever `every` divides its size.
         writes = (carry["position"] + 1) % rule.optimizer.every == 0
         eta = jnp.where(writes, eta, 0.0)
-        M, S = rule.write(carry["M"], carry["S"], g, alpha, eta, theta, token["write_size"])
+        key = rule.features.apply(params.coefficients, token["k"])
+        M, S = rule.write(carry["M"], carry["S"], g, alpha, eta, theta, token["write_size"], key)
 
     carry.update(
         M=M,

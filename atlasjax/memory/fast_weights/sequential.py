@@ -18,8 +18,8 @@ from atlasjax.memory.fast_weights.spec import MemorySpec
 from atlasjax.memory.gates import Weights
 
 _Carry = tuple[Weights, OptimizerState]
-# The gradient and the gates of a token; what it should and could decrease its loss by.
-_Token = tuple[Weights, "_Gates", jax.Array | None, jax.Array | None]
+# The gradient and the gates of a token; what it should and could decrease its loss by; φ(k), if the retention follows it.
+_Token = tuple[Weights, "_Gates", jax.Array | None, jax.Array | None, jax.Array | None]
 
 
 class _Gates(NamedTuple):
@@ -48,7 +48,7 @@ def sequential_block(rule: MemorySpec, block: Block) -> Written:
 
     def write(carry: _Carry, token: _Token) -> tuple[_Carry, Weights]:
         memory, momentum = carry
-        gradient, (retention, step_size, theta, write_size, real), decrease, scale = token
+        gradient, (retention, step_size, theta, write_size, real), decrease, scale, key = token
         if origin is not None:
             assert decrease is not None
             assert scale is not None
@@ -57,14 +57,15 @@ def sequential_block(rule: MemorySpec, block: Block) -> Written:
                 assert retention is not None
                 before = {name: rule.retention.decay(w, retention) for name, w in memory.items()}
             step_size = _bounded(rule, origin, before, momentum, gradient, step_size, theta, decrease, scale)
-        after = rule.write(memory, momentum, gradient, retention, step_size, theta, write_size)
+        after = rule.write(memory, momentum, gradient, retention, step_size, theta, write_size, key)
         if real is not None:
             # An optimizer or retention of one's own need not be a no-op for the gates of padding.
             after = jax.tree.map(lambda new, old: jnp.where(real > 0, new, old), after, carry)
         return after, after[0]
 
     each = _Gates(gates.retention, step_size, gates.momentum_decay, gates.write_size, gates.real)
-    tokens = (gradients, each, decrease, scale)
+    keys = factors[rule.structure.readers[0]].inputs[-m:] if rule.retention.follows_keys else None
+    tokens = (gradients, each, decrease, scale, keys)
     (memory, momentum), written = meshes.scan(write, (memory, momentum), tokens)
     weights = rule.weights(written)
     y = read(lambda name, h: dot(weights[name], h[:, :, None], dtype)[:, :, 0])

@@ -16,7 +16,7 @@ from atlasjax.memory.axes import retention as retention_lib
 from atlasjax.memory.axes.base import check_choice
 from atlasjax.memory.axes.optimizers import OptimizerState
 from atlasjax.memory.blocks import Factors, exact
-from atlasjax.memory.bounds import Bound, LimitedSlope, largest_norm, within_norm
+from atlasjax.memory.bounds import Bound, LimitedSlope, capped_delta, largest_norm, within_norm
 from atlasjax.memory.check import check_range
 from atlasjax.memory.family import FamilyRule
 from atlasjax.memory.fast_weights.clashes import clashes
@@ -246,6 +246,7 @@ class MemorySpec(FamilyRule[MemoryParams, MemoryState]):
         step_size: Float[Array, ""] | Float[Array, " value_dim"],
         momentum_decay: Float[Array, ""] | None,
         write_size: Float[Array, ""] | None,
+        key: Float[Array, " feature_dim"] | None = None,
     ) -> tuple[Weights, OptimizerState]:
         """One token of one head: (A_t, S_t) from (A_{t−1}, S_{t−1}) and g_t, by the formulas of the optimizer and the retention.
 
@@ -257,6 +258,7 @@ class MemorySpec(FamilyRule[MemoryParams, MemoryState]):
           step_size: η_t, a scalar, or [value_dim] for one per channel.
           momentum_decay: θ_t. None if the optimizer has no momentum.
           write_size: β_t. None means β = 1.
+          key: φ(k_t), for a retention that follows keys.
         """
         eta = step_size[:, None] if self.optimizer.per_channel else step_size
         steps, momentum = self.optimizer.update(momentum, gradient, eta, momentum_decay)
@@ -266,7 +268,14 @@ class MemorySpec(FamilyRule[MemoryParams, MemoryState]):
         if retention is not None:
             decayed = {name: self.retention.decay(w, retention) for name, w in stored.items()}
         elif not self.retention.is_linear:  # of a kind without a gate
-            decayed = {name: self.retention.decay(w, jnp.ones((), w.dtype)) for name, w in stored.items()}
+            retention = jnp.ones((), step_size.dtype)
+            decayed = {name: self.retention.decay(w, retention) for name, w in stored.items()}
+        if self.retention.follows_keys:
+            assert retention is not None
+            assert key is not None
+            along = step_size if self.step_bound is None else capped_delta(self.step_bound, step_size, key)
+            for name in self.structure.readers:
+                decayed[name] = self.retention.decay_along(stored[name], retention, key, along)
         return self.start({name: w + steps[name] for name, w in decayed.items()}), momentum
 
     def weights(self, stored: Weights) -> Weights:
