@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from atlasjax import memory
-from experiments.capacity.memories import VALUE_DIM, Shape, connector
+from experiments.capacity.memories import VALUE_DIM, Shape, connector, gates_of
 
 # Name → (dimensions in which keys lie, cosine between two of a topic on average, pairs of a topic; None: all pairs are of one).
 KEYS = {
@@ -75,7 +75,7 @@ def read_back(
     """
     drawn = [draw(keys, shape.key_dim, max(pairs), seed) for seed in seeds]
     k, v = (jnp.asarray(np.stack(part)) for part in zip(*drawn, strict=True))
-    chosen = [{"connector": 0.0, **g} for g in gates]  # a memory without caches has none
+    chosen = [{"connector": 0.0, "erasing": 0.0, "global_step": 0.0, **g} for g in gates]  # 0 where a memory has none
     columns = {name: jnp.asarray([g[name] for g in chosen], jnp.float32) for name in chosen[0]}
     numbers = jnp.asarray(pairs), jnp.asarray(passes)
     recalled, stored = _compiled(shape, k, v, jnp.asarray(seeds), columns, *numbers)
@@ -87,17 +87,10 @@ def _one(shape: Shape, n: jax.Array, passes: jax.Array, k: jax.Array, v: jax.Arr
     rule = shape.rule
     sizes = {"num_heads": 1, "key_dim": shape.key_dim, "value_dim": VALUE_DIM}
     params = memory.init_params(rule, jax.random.key(seed), **sizes)
-    decays = gates["window_decay"] ** jnp.arange(shape.written.window)
-    chosen = {"step_size": gates["step_size"], "momentum_decay": gates["momentum_decay"], "window_weights": decays}
-    channels = rule.gate_channels(shape.key_dim, VALUE_DIM)
-    chosen["connector"] = jnp.zeros(
-        channels.get("connector") or 0
-    )  # of the reads that come with writes, which nobody uses
-    values = {name: chosen[name][None, None] for name in channels}
 
     def write(i: jax.Array, state: Any) -> Any:
         key, value = k[i % n][None, None], v[i % n][None, None]
-        return memory.step(rule, params, state, key, key, value, memory.Gates(**values))[1]
+        return memory.step(rule, params, state, key, key, value, gates_of(shape, key, gates))[1]
 
     fresh = memory.init_state(rule, params, batch_size=1, max_length=len(k))
     state = jax.lax.fori_loop(0, n * passes, write, fresh)

@@ -11,7 +11,18 @@ import jax
 import jax.numpy as jnp
 
 from atlasjax import memory
-from atlasjax.memory import CachedRule, LogLinearRule, Rule, features, objectives, optimizers, retention, structures
+from atlasjax.memory import (
+    CachedRule,
+    HierarchicalRule,
+    LogLinearRule,
+    MesaRule,
+    Rule,
+    features,
+    objectives,
+    optimizers,
+    retention,
+    structures,
+)
 from atlasjax.memory.fast_weights.rule import MemoryRule
 
 VALUE_DIM = 16
@@ -64,7 +75,7 @@ class Memory:
       gated: whether the hidden units have a gate of their own; a depth of 2.
       features: the feature map.
       degree: its degree.
-      objective: the inner loss.
+      objective: the inner loss; "keys" is ℓ2 with a read key b · k, where b is an erasing rate of its own (GDN-2, Comba).
       window: c, the pairs on which a step descends.
       optimizer: "descent" (no momentum), "momentum" or "muon".
       steps: Newton–Schulz steps of Muon.
@@ -72,19 +83,27 @@ class Memory:
         the momentum and cached memories.
       caching: an aggregation of Memory Caching, "log-linear", or "" for one memory.
       segment: pairs after which a memory is cached.
+      chunk: pairs whose gradients are taken at one memory.
+      solver: of a regression on all pairs (MesaNet), in place of steps; "" for none.
+      hierarchical: whether a memory with chunks of `chunk` pairs has a local one with chunks of one beside it (TNT).
+      projected: whether the local one is read at queries projected on its keys.
     """
 
     depth: int = 1
     gated: bool = False
     features: Literal["identity", "powers", "polynomial", "sketch"] = "identity"
     degree: int = 1
-    objective: Literal["l2", "dot"] = "l2"
+    objective: Literal["l2", "dot", "keys"] = "l2"
     window: int = 1
     optimizer: Literal["descent", "momentum", "muon"] = "descent"
     steps: int = 5
     free: bool = False
     caching: Literal["", "residual", "grm", "soup", "ssc", "log-linear"] = ""
     segment: int = 16
+    chunk: int = 1
+    solver: Literal["", "conjugate_gradient", "exact"] = ""
+    hierarchical: bool = False
+    projected: bool = True
 
 
 # Aggregation → sizes of the connector that are tried (`connector`).
@@ -93,6 +112,10 @@ _CACHING: dict[str, Literal["residual", "grm", "soup", "ssc", "log-linear"]] = {
     "Residual": "residual", "GRM": "grm", "Soup": "soup", "SSC": "ssc", "Log-Linear": "log-linear",
 }  # fmt: skip
 _WINDOWS = (2, 4, 8, 16)
+_COARSE = 16  # pairs of a chunk of a global memory
+_RESTART = 48  # pairs after which its local one restarts: two topics
+_ERASING = (0.0, 0.5, 0.8, 1.0, 1.25, 2.0)  # b, in units of what the step writes
+_GLOBAL_STEPS = (0.1, 0.3, 1.0)  # steps of a global memory, whose chunks add up, in units of its local one's
 MEMORIES: dict[str, Memory] = {
     "linear": Memory(),
     "deep 2": Memory(depth=2),
@@ -137,6 +160,22 @@ MEMORIES: dict[str, Memory] = {
     },
     **{f"deep 2, {name}": Memory(depth=2, caching=way, free=True) for name, way in _CACHING.items()},
     **{f"linear, GRM, segments of {n}": Memory(caching="grm", segment=n, free=True) for n in (4, 8, 32)},
+    "linear, own erasing rate": Memory(objective="keys"),
+    "mesa": Memory(solver="conjugate_gradient"),
+    "mesa, sums of keys free": Memory(solver="conjugate_gradient", free=True),
+    "mesa, exact": Memory(solver="exact"),
+    "mesa, exact, sums of keys free": Memory(solver="exact", free=True),
+    "deep 2, momentum": Memory(depth=2, optimizer="momentum"),
+    f"deep 2, momentum, chunks of {_COARSE}, buffers free": Memory(
+        depth=2, optimizer="momentum", chunk=_COARSE, free=True
+    ),
+    "deep 2, momentum, TNT": Memory(depth=2, optimizer="momentum", chunk=_COARSE, hierarchical=True),
+    **{
+        f"deep 2, momentum, TNT{name}, buffers free": Memory(
+            depth=2, optimizer="momentum", chunk=_COARSE, hierarchical=True, projected=projected, free=True
+        )
+        for name, projected in {"": True, " without projection": False}.items()
+    },
 }
 
 
@@ -144,14 +183,18 @@ MEMORIES: dict[str, Memory] = {
 class Shape:
     """A memory with its sizes: the rule and the size of a key."""
 
-    written: MemoryRule
+    written: MemoryRule | MesaRule
     key_dim: int
     caching: str = ""
     segment: int = 16
+    hierarchical: bool = False
+    projected: bool = True
 
     @property
     def rule(self) -> Rule:
-        """`written`, or the rule that caches it."""
+        """`written`, or the rule that caches it or puts it into a hierarchy."""
+        if self.hierarchical:
+            return HierarchicalRule(self.written, self.written.chunk_size, (1,), _RESTART, self.projected)
         if not self.caching:
             return self.written
         if self.caching == "log-linear":
@@ -161,7 +204,7 @@ class Shape:
     @property
     def label(self) -> str:
         hidden = getattr(self.written.structure, "hidden", None)
-        size = getattr(self.written.features, "size", None)
+        size = getattr(getattr(self.written, "features", None), "size", None)
         return f"keys {self.key_dim}" + (f", hidden {hidden}" if hidden else "") + (f", sketch {size}" if size else "")
 
 
@@ -172,18 +215,19 @@ def floats(shape: Shape, free: bool = False, pairs: int = 192) -> int:
     """
     rule = shape.written if free else shape.rule
 
-    def state() -> Any:
+    def carried() -> Any:
         sizes = {"num_heads": 1, "key_dim": shape.key_dim, "value_dim": VALUE_DIM}
         params = memory.init_params(rule, jax.random.key(0), **sizes)
-        return memory.init_state(rule, params, batch_size=1, max_length=pairs)
+        return params.weights if free else memory.init_state(rule, params, batch_size=1, max_length=pairs)
 
-    found = jax.eval_shape(state)
-    leaves = jax.tree.leaves(found.memory if free else found)
+    leaves = jax.tree.leaves(jax.eval_shape(carried))
     return sum(math.prod(x.shape) for x in leaves if jnp.issubdtype(x.dtype, jnp.floating))
 
 
 def _shape(memory: Memory, key_dim: int, hidden: int = 0, size: int = 0) -> Shape:
-    """The paper's recurrence: no bound, chunks of one token, and no decay, because every pair is to be kept."""
+    """The paper's recurrence: no bound, chunks of one token if it is not told otherwise, and no decay: every pair is to be kept."""
+    if memory.solver:
+        return Shape(MesaRule(memory.solver), key_dim)
     maps: dict[str, Callable[[], features.Features]] = {
         "identity": features.Identity,
         "powers": lambda: features.Powers(memory.degree),
@@ -195,13 +239,15 @@ def _shape(memory: Memory, key_dim: int, hidden: int = 0, size: int = 0) -> Shap
         "momentum": optimizers.Momentum(),
         "muon": optimizers.Muon(memory.steps),
     }
+    losses = {"l2": objectives.L2, "dot": objectives.DotProduct, "keys": objectives.DeltaKeys}
     deep = Gated if memory.gated else Deep
     written = MemoryRule(
         structures.Matrix() if memory.depth == 1 else deep(memory.depth, hidden),
-        objectives.L2() if memory.objective == "l2" else objectives.DotProduct(),
-        maps[memory.features](), inner[memory.optimizer], retention.Full(), window=memory.window, chunk_size=1, bound=None,
+        losses[memory.objective](),
+        maps[memory.features](), inner[memory.optimizer], retention.Full(), window=memory.window, chunk_size=memory.chunk,
+        bound=None,
     )  # fmt: skip
-    return Shape(written, key_dim, memory.caching, memory.segment)
+    return Shape(written, key_dim, memory.caching, memory.segment, memory.hierarchical, memory.projected)
 
 
 def _largest(make: Callable[[int], Shape], budget: int, free: bool) -> Shape | None:
@@ -247,17 +293,51 @@ def rates(spec: Memory, shape: Shape) -> list[dict[str, float]]:
     """
     momenta = (0.0,) if spec.optimizer == "descent" else (0.0, 0.9) if spec.optimizer == "muon" else (0.5, 0.9)
     decays = (1.0,) if spec.window == 1 else (0.5, 1.0)
+    more: dict[str, tuple[float, ...]] = {}  # of the memories that have more to choose
+    if spec.caching:
+        more["connector"] = CONNECTORS.get(spec.caching, (0.0,))
+    if spec.objective == "keys":
+        more["erasing"] = _ERASING
+    if spec.hierarchical:
+        more["global_step"] = _GLOBAL_STEPS
     found = []
-    for theta, decay, scale in itertools.product(momenta, decays, CONNECTORS.get(spec.caching, (0.0,))):
+    for theta, decay, *chosen in itertools.product(momenta, decays, *more.values()):
         total = sum(decay**j for j in range(spec.window))
+        others = {"momentum_decay": theta, "window_decay": decay, **dict(zip(more, chosen, strict=True))}
         if spec.optimizer == "muon":
             sizes = [0.003, 0.01, 0.03, 0.1, 0.3]
         else:
-            unit = (1 - theta) / (shape.written.features.square_norm(shape.key_dim) * total)
+            unit = (1 - theta) / (_square_norm(shape) * total)
             sizes = [unit * m for m in (0.01, 0.03, 0.1, 0.2, 0.4, 0.7, 1.0, 1.5, 2.5, 4.0)]
-        others = {"momentum_decay": theta, "window_decay": decay} | ({"connector": scale} if spec.caching else {})
         found += [{"step_size": s, **others} for s in sizes]
     return found
+
+
+def _square_norm(shape: Shape) -> float:
+    """‖φ(k)‖² of a key; 1 for a regression, in which a step size is a weight beside a ridge of 1."""
+    written = shape.written
+    return written.features.square_norm(shape.key_dim) if isinstance(written, MemoryRule) else 1.0
+
+
+def gates_of(shape: Shape, k: jax.Array, chosen: dict[str, jax.Array]) -> memory.Gates:
+    """The gates of one write, [1, 1(, channels)], from one of `rates`. k: [1, 1, key_dim]."""
+    window = getattr(shape.written, "window", 1)
+    constants = {
+        "retention": jnp.ones(()),
+        "step_size": chosen["step_size"],
+        "momentum_decay": chosen["momentum_decay"],
+        "window_weights": chosen["window_decay"] ** jnp.arange(window),
+    }
+    channels = shape.rule.gate_channels(shape.key_dim, VALUE_DIM)
+    values = {name: gate[None, None] for name, gate in constants.items() if name in channels}
+    if shape.hierarchical:  # a set for each memory, the global one first
+        values = {name: jnp.stack([gate, gate], -1).reshape(1, 1, -1) for name, gate in values.items()}
+        values["step_size"] = values["step_size"] * jnp.stack([chosen["global_step"], jnp.ones(())])
+    if "removal_key" in channels:
+        values["removal_key"] = chosen["erasing"] * k
+    if "connector" in channels:  # of the reads that come with writes, which nobody uses
+        values["connector"] = jnp.zeros((1, 1, channels["connector"] or 0))
+    return memory.Gates(**values)
 
 
 def connector(shape: Shape, q: jax.Array, size: jax.Array) -> jax.Array | None:

@@ -2,9 +2,11 @@
 
 import json
 
+import jax
 import numpy as np
 import pytest
 
+from atlasjax import memory, rules
 from experiments.capacity import run
 from experiments.capacity.measure import KEYS, Recipe, draw, read_back
 from experiments.capacity.memories import MEMORIES, VALUE_DIM, Memory, connector, floats, shapes
@@ -25,6 +27,10 @@ GATES = [{"step_size": 1.0, "momentum_decay": 0.0, "window_decay": 1.0}]
         "linear, Muon",
         "linear, GRM",
         "deep 2, Soup",
+        "linear, own erasing rate",
+        "mesa",
+        "mesa, exact, sums of keys free",
+        "deep 2, momentum, TNT",
     ],
 )
 def test_memories_fill_their_budget(name):
@@ -40,6 +46,40 @@ def test_memories_fill_their_budget(name):
     assert floats(free_one, free=True) == 1024 < floats(free_one)
     (cached,) = shapes("linear, GRM", 1024)  # 40 pairs: two cached memories of 16, and the one that is written
     assert floats(cached, pairs=40) == 3 * (1024 + cached.key_dim)
+
+
+def test_a_regression_and_a_hierarchy_count_all_they_carry():
+    (mesa,) = shapes("mesa", 1024)
+    assert floats(mesa) == mesa.key_dim**2 + VALUE_DIM * mesa.key_dim
+    (free,) = shapes("mesa, sums of keys free", 1024)
+    assert floats(free, free=True) == 1024
+    alone, tnt = (shapes(f"deep 2, momentum{name}", None)[0] for name in ("", ", TNT"))
+    coarse = shapes("deep 2, momentum, chunks of 16, buffers free", None)[0]
+    assert floats(tnt) == floats(alone) + floats(coarse) + tnt.key_dim**2  # P of the queries
+
+
+def test_erasing_what_is_written_is_the_delta_rule():
+    """And another rate is not: W + η (v − b W k) kᵀ."""
+    (own,), (delta,) = shapes("linear, own erasing rate", 256), shapes("linear", 256)
+    read = lambda shape, **more: read_back(
+        shape, "topics", 1, [{**GATES[0], "step_size": 0.4, **more}], [0, 1, 2], [8, 16, 64]
+    )
+    for one, other in zip(read(own, erasing=1.0), read(delta), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert not np.array_equal(read(own, erasing=0.5)[0], read(delta)[0])
+
+
+def test_a_constant_write_gate_is_a_step_size():
+    """So Momentum DeltaNet's rule without decay has the rows of "linear, momentum"."""
+    (shape,) = shapes("linear, momentum", None)
+    keys, values = draw("topics", shape.key_dim, 12, seed=0)
+    k, v = keys[None, :, None], values[None, :, None]
+    params = memory.init_params(shape.rule, jax.random.key(0), num_heads=1, key_dim=16, value_dim=VALUE_DIM)
+    momentum = memory.Gates(step_size=0.2, momentum_decay=0.5)
+    published = memory.Gates(retention=1.0, step_size=0.4, momentum_decay=0.5, write_size=0.5)
+    one, _ = memory.scan(shape.rule, params, None, k, k, v, momentum)
+    other, _ = memory.scan(rules.momentum_delta(), params, None, k, k, v, published)
+    np.testing.assert_allclose(one, other, atol=1e-5 * np.abs(other).max())
 
 
 def test_what_does_not_fit_has_no_shape():
