@@ -115,7 +115,7 @@ _WINDOWS = (2, 4, 8, 16)
 _COARSE = 16  # pairs of a chunk of a global memory
 _RESTART = 48  # pairs after which its local one restarts: two topics
 _ERASING = (0.0, 0.5, 0.8, 1.0, 1.25, 2.0)  # b, in units of what the step writes
-_GLOBAL_STEPS = (0.1, 0.3, 1.0)  # steps of a global memory, whose chunks add up, in units of its local one's
+_GLOBAL_STEPS = (0.1, 1.0)  # steps of a global memory, whose chunks add up, in units of its local one's
 MEMORIES: dict[str, Memory] = {
     "linear": Memory(),
     "deep 2": Memory(depth=2),
