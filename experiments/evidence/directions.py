@@ -1,13 +1,10 @@
-"""The directions that the four papers claim. `lines.py` has the comparisons that decide them."""
-
-import dataclasses
-from collections.abc import Callable
+"""The directions that the papers claim. `lines.py` and `year.py` have the comparisons that decide them."""
 
 from experiments.efficiency.measure import REFERENCE
-from experiments.evidence import lines
+from experiments.evidence import lines, year
+from experiments.evidence.direction import Direction
 from experiments.evidence.functions import function_order
 from experiments.evidence.sources import (
-    Line,
     language,
     mad,
     state_sizes,
@@ -36,27 +33,6 @@ EXPERIMENTS = {
         "../function_learning/loss_d256.png",
     ),
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Direction:
-    """A claim of a paper.
-
-    Attributes:
-      name: the claim.
-      paper: where it is.
-      lines: its comparisons, from the rows that exist.
-      experiments: keys of `EXPERIMENTS` that have, or would have, its rows.
-      note: what a reader must know.
-      depends: one sentence on what the verdict depends, read from the decided lines; "" if they agree.
-    """
-
-    name: str
-    paper: str
-    lines: Callable[[], list[Line]]
-    experiments: tuple[str, ...]
-    note: Callable[[], str] = lambda: ""
-    depends: str = ""
 
 
 _OURS = "It is our own baseline, which no paper has, so its lines have no verdict."
@@ -312,4 +288,5 @@ DIRECTIONS = (
         note=lambda: "G has it on WikiText-2. Its Mamba has no norm and no residual around its layers; ours is the block of "
         "Mamba's paper.",
     ),
+    *year.DIRECTIONS,
 )  # fmt: skip

@@ -7,6 +7,7 @@ from atlasjax.names import lookup
 from atlasjax.nn import ModelConfig
 from atlasjax.nn.caching import CachingConfig
 from atlasjax.nn.config import AttentionConfig, GAMConfig, MemoryConfig, SSMConfig
+from atlasjax.nn.hierarchy_config import HierarchyConfig
 
 CONVOLUTION = "gam"  # with fusion "local" it is just a causal depthwise convolution
 CHUNK = 8  # tokens of a chunk of the memories that need chunks: four pairs
@@ -59,6 +60,8 @@ def _cached(base: Model, aggregation: Literal["residual", "grm", "soup", "ssc"],
 # The Omega family: deep memories, ℓ2, gradient descent; "omega" has c = 4 and no feature map.
 _omega = {"rule": "omeganet", "features": "identity"}
 _TITANS, _LINEAR = _deep("titans"), _matrix("linear_attention")
+
+_OF_2026 = ("kda", "gdn2", "mesa", "gated_deltanet", "momentum_deltanet", "comba", "gated_deltaproduct")
 
 # Most informative first: each line is beside what it is compared with.
 MODELS: dict[str, Model] = {
@@ -115,6 +118,12 @@ MODELS: dict[str, Model] = {
         for aggregation in ("grm", "soup", "ssc", "residual")
     },
     "gam": Model(("gam", "gam"), fields={"gam": GAMConfig(slots=64)}),
+    **{name: _mixer(name) for name in _OF_2026},
+    "titans-tnt": Model(
+        ("memory", "memory"),
+        {"rule": "titans", "expansion": 1, "hierarchy": HierarchyConfig(32, (CHUNK,), 32)},
+        NARROW,
+    ),
     # The layout of the replicated figures: two blocks of Mamba-2, whose convolution is its own.
     **{f"{name}-alone": dataclasses.replace(_ssm(name), alone=True) for name in ("mamba2", "log_linear_mamba2")},
 }

@@ -54,6 +54,16 @@ PAIRS: dict[str, tuple[tuple[str, str], ...]] = {
         ("titans", "dla"),
         ("dla", "deltanet"),
     ),
+    # Papers of 2025 and 2026.
+    "erasing": (("gdn2", "kda"),),
+    "momentum": (
+        ("momentum-deltanet", "gated-deltanet"),
+        ("momentum-delta", "gated-delta-rule"),
+        ("titans", "titans-no-momentum"),
+    ),
+    "mesa": (("mesa", "deltanet"), ("mesa", "gated-deltanet")),
+    "tnt": (("titans-tnt", "titans"),),
+    "gated delta": (("gated-deltaproduct", "gated-deltanet"), ("comba", "gated-deltanet")),
 }  # fmt: skip
 
 
