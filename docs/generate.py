@@ -16,7 +16,7 @@ from collections.abc import Callable
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from docs.tables import kernels, measured, repository, rules, status, weights  # noqa: E402
+from docs.tables import kernels, measured, repository, rules, status, weights, year  # noqa: E402
 
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
@@ -31,6 +31,7 @@ TABLES: dict[str, Callable[[], str]] = {
         measured.input_speed, measured.input_memory,
         measured.mad, measured.needles, measured.evidence_summary, measured.evidence_settings,
         measured.evidence_commands, measured.evidence_details,
+        year.year_proofs, year.year_standing, year.year_models, year.bench_year,
         weights.weights_tensors,
         repository.repository_badges, repository.repository_clone, repository.repository_colab,
         status.status_devices, status.status_rules, status.status_proofs, kernels.status_kernels, status.status_plans,

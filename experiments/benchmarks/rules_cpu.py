@@ -111,6 +111,9 @@ def blocks(options):
     return {"length": options.length, "heads": options.heads, "dim": options.dim, "rows": rows}
 
 
+PRODUCT, WRITES = "gated_deltaproduct, 2 writes", 2  # rows of `gated_delta_rule` for each token
+
+
 def year():
     """The rules of 2026, and those that they are compared with, by name. Chunks as published, or the shortest of them."""
     from atlasjax import memory, rules
@@ -120,6 +123,7 @@ def year():
         "gdn2": rules.gdn2(),
         "comba": rules.comba(),
         "pgdn": rules.pgdn(),
+        PRODUCT: rules.gated_delta_rule(),
         "mamba3": rules.mamba3(),
         "momentum_delta": rules.momentum_delta(),
         "mesa": rules.mesa(),
@@ -140,15 +144,15 @@ def speed(options):
 
     from atlasjax import memory, rules
 
-    def run_of(rule):
-        args = inputs(rule, options.length, options.heads, options.dim)
+    def run_of(rule, rows=1):
+        args = inputs(rule, rows * options.length, options.heads, options.dim)
         loss = lambda params, *args: jnp.sum(memory.scan(rule, params, None, *args)[0] ** 2)
         function = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3, 4)))
         return lambda: jax.block_until_ready(function(*args))
 
     found, base, rows = year(), run_of(rules.gated_delta_rule()), []
     for name in options.rules or found:
-        beside, seconds = alternate([base, run_of(found[name])], options.repeats)
+        beside, seconds = alternate([base, run_of(found[name], WRITES if name == PRODUCT else 1)], options.repeats)
         rows.append({"rule": name, "seconds": seconds, "gated_delta_rule_s": beside})
         print(
             f"{name:36s} {options.length / seconds:9,.0f} tokens/s   {seconds / beside:6.2f} times gated_delta_rule's time",
