@@ -71,9 +71,9 @@ DIRECTIONS = (
         "Momentum is better than none", "arXiv 2605.05838; Titans", momentum, ("capacity", "mqar", "zoo", "stability"),
         note=lambda: "Where gates are constant and nothing decays, the write gate of Momentum DeltaNet is a step size, so its "
         "memory is the matrix with momentum. Momentum counts as state unless buffers are free.",
-        depends="On the keys and whether momentum counts as state: with free buffers or keys of 16 numbers it recalls more pairs if "
-        "keys come in topics or are correlated, and a matrix fewer if they are independent or in 16 dimensions; where it counts, and "
-        "in a deep memory of 256 floats, every other decided line is against it.",
+        depends="On the keys and whether momentum counts as state: with free buffers or keys of 16 numbers it recalls more pairs "
+        "if keys come in topics or are correlated, and a matrix fewer if they are independent or in 16 dimensions; where it counts, "
+        "and in a deep memory of 256 floats, every other decided line is against it.",
     ),
     Direction(
         "A regression over all tokens (MesaNet) is better than the delta rule", "arXiv 2506.05233", mesa,
@@ -81,8 +81,8 @@ DIRECTIONS = (
         note=lambda: "Its state has the sums of the keys, d² numbers more, which count unless they are free; then keys are as wide "
         "as those of the matrix. The ridge is 1 and β at most 4, as published. Lines without a verdict compare the exact solution "
         "with 30 steps of conjugate gradients.",
-        depends="On the keys: with as many floats it recalls more pairs if keys are correlated, come in topics or lie in 16 dimensions, "
-        "and fewer if they are independent, because the sums of keys take a third of its floats and more.",
+        depends="On the keys: with as many floats it recalls more pairs if keys are correlated, come in topics or lie in 16 "
+        "dimensions, and fewer if they are independent, because the sums of keys take a third of its floats and more.",
     ),
     Direction(
         "TNT is better than Titans", "arXiv 2511.07343", tnt, ("capacity", "mqar", "zoo", "stability"),

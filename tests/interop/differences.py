@@ -1,9 +1,9 @@
 """A plugin of pytest that keeps the largest difference that each test found, relative to the largest number of the array.
 
-    pytest -n0 -p tests.interop.differences --differences experiments/benchmarks/peer_differences.jsonl tests/interop/test_fla_kda.py
+    pytest -n0 -p tests.interop.differences --differences FILE.jsonl tests/interop/test_fla_kda.py
 
-The file then has one line of JSON for each test that compared arrays, in place of the one that it had. docs/rules_2026.md is made of
-them.
+The file then has one line of JSON for each test that compared arrays, in place of the one that it had. The file of docs/rules_2026.md
+is experiments/benchmarks/peer_differences.jsonl.
 """
 
 import json
