@@ -72,8 +72,8 @@ DIRECTIONS = (
         note=lambda: "Where gates are constant and nothing decays, the write gate of Momentum DeltaNet is a step size, so its "
         "memory is the matrix with momentum. Momentum counts as state unless buffers are free.",
         depends="On the keys and whether momentum counts as state: with free buffers or keys of 16 numbers it recalls more pairs "
-        "if keys come in topics or are correlated, and a matrix fewer if they are independent or in 16 dimensions; where it counts, "
-        "and in a deep memory of 256 floats, every other decided line is against it.",
+        "if keys come in topics or are correlated, and a matrix fewer if they are independent or in 16 dimensions; where it "
+        "counts, and in a deep memory of 256 floats, every other decided line is against it.",
     ),
     Direction(
         "A regression over all tokens (MesaNet) is better than the delta rule", "arXiv 2506.05233", mesa,

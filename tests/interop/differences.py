@@ -2,8 +2,8 @@
 
     pytest -n0 -p tests.interop.differences --differences FILE.jsonl tests/interop/test_fla_kda.py
 
-The file then has one line of JSON for each test that compared arrays, in place of the one that it had. The file of docs/rules_2026.md
-is experiments/benchmarks/peer_differences.jsonl.
+The file then has one line of JSON for each test that compared arrays, in place of the one that it had. docs/rules_2026.md is made of
+experiments/benchmarks/peer_differences.jsonl.
 """
 
 import json
