@@ -2,7 +2,7 @@
 
     pytest -n0 -p tests.interop.differences --differences FILE.jsonl tests/interop/test_fla_kda.py
 
-The file then has one line of JSON for each test that compared arrays, in place of the one that it had. docs/rules_2026.md is made of
+The file then has one line of JSON for each test that compared arrays, in place of its earlier one. docs/rules_2026.md is made of
 experiments/benchmarks/peer_differences.jsonl.
 """
 
