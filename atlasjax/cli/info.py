@@ -87,7 +87,7 @@ def _given(value: int | None, default: int) -> int:
     return default if value is None else value
 
 
-_FFNS = {"swiglu": "SwiGLU", "gelu": "GELU", "channel_mixing": "channel mixing"}
+_FFNS = {"swiglu": "SwiGLU", "gelu": "GELU", "relu2": "squared ReLU", "channel_mixing": "channel mixing"}
 
 
 def _sizes(config: TrainConfig) -> dict[str, str]:
@@ -98,7 +98,7 @@ def _sizes(config: TrainConfig) -> dict[str, str]:
     return {
         "mixer": _mixer(model),
         "layers × width, heads": f"{model.num_layers} × {model.dim}, {model.num_heads}",
-        "feed-forward": "none" if model.ffn == "none" else f"{_FFNS[model.ffn]} {model.resolved_mlp_dim:,}",
+        "feed-forward": "none" if model.network == "none" else f"{_FFNS[model.network]} {model.resolved_mlp_dim:,}",
         "parameters": f"{numbers['parameters']:,}",
         "without embeddings": f"{numbers['non_embedding_parameters']:,}",
         "state per sequence": _size(numbers["state_bytes_per_sequence"]) + (f" at {length:,} tokens" if grows else ""),

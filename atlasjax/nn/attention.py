@@ -9,8 +9,9 @@ from flax import nnx
 
 from atlasjax.mixers import attention
 from atlasjax.mixers.rotary import rotate
-from atlasjax.nn.config import AttentionConfig, AttentionSizes, ModelConfig
-from atlasjax.nn.layers import Linear, RMSNorm
+from atlasjax.nn.attention_config import AttentionSizes
+from atlasjax.nn.config import AttentionConfig, ModelConfig
+from atlasjax.nn.layers import Linear, RMSNorm, scaled
 from atlasjax.nn.module import Module
 from atlasjax.nn.parameters import normal, param
 from atlasjax.nn.partition import mesh_partition
@@ -24,7 +25,8 @@ class AttentionHeads(Module):
 
     Args:
       config: dim, dtype, norm_eps, norm (of which only "rms_plus_one" matters), attention (its sizes, rope_theta, rope_dim,
-        persistent_tokens, bias, qk_norm, gate) and, where it has no sizes of its own, num_heads, head_dim and value_expansion.
+        persistent_tokens, bias, qk_norm, scale, gate) and, where it has no sizes of its own, num_heads, head_dim and
+        value_expansion.
       window: a token sees itself and the window − 1 tokens before it. None: itself and all tokens before it.
       rngs: source of the initial values.
 
@@ -39,6 +41,8 @@ class AttentionHeads(Module):
         self.window, self.theta, self.rope_dim = window, given.rope_theta, given.rope_dim
         self.dtype = jnp.dtype(config.dtype)
         self.has_gate, self.fused = given.gate, given.fused
+        # Attention divides its scores by √key_dim; another scale is a factor of the queries.
+        self.query_factor = 1.0 if given.scale is None else given.scale * self.key_dim**0.5
         # For each head of keys: its queries, each followed by its gate, then the keys and the values.
         self.groups = self.heads // self.kv_heads
         self.query_dim = self.key_dim + (self.value_dim if given.gate else 0)
@@ -63,7 +67,7 @@ class AttentionHeads(Module):
             q, z = jnp.split(q, (self.key_dim,), axis=-1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = _normalized(self.q_norm, q), _normalized(self.k_norm, k)
-        return q, k, v, z
+        return scaled(q, self.query_factor), k, v, z
 
     def rotate(self, x: jax.Array, position: jax.Array) -> jax.Array:
         """Queries or keys [batch, time, …] rotated by their position [batch, time]."""
@@ -159,7 +163,7 @@ class AttentionMixer(Module):
     Decoding keeps the keys and values of all tokens: state size and time per token grow with the number of tokens read.
 
     Args:
-      config: as for `AttentionHeads`, and output_scale.
+      config: as for `AttentionHeads`, output_scale and multipliers.attention_out.
       rngs: source of the initial values.
     """
 
@@ -169,6 +173,7 @@ class AttentionMixer(Module):
         self.attention = AttentionHeads(config, self._window(config), rngs=rngs)
         inner, bias = self.attention.heads * self.attention.value_dim, config.attention.bias
         self.out = output_projection(config, rngs, inner=inner, bias=bias and config.attention.output_bias)
+        self.out_factor = config.multipliers.attention_out
 
     @staticmethod
     def _window(config: ModelConfig) -> int | None:
@@ -194,7 +199,7 @@ class AttentionMixer(Module):
         return self._output(y), states
 
     def _output(self, y: jax.Array) -> jax.Array:
-        return self.out(y.reshape(*y.shape[:2], -1))
+        return scaled(self.out(y.reshape(*y.shape[:2], -1)), self.out_factor)
 
 
 class SlidingWindowMixer(AttentionMixer):
@@ -214,7 +219,7 @@ def required_window(config: ModelConfig, mixer: str) -> int:
     return config.attention.window
 
 
-_OF_HEADS = ("num_heads", "kv_heads", "head_dim", "value_dim", "gate")
+_OF_HEADS = ("num_heads", "kv_heads", "head_dim", "value_dim", "scale", "gate")
 
 
 def require_shared_heads(config: ModelConfig, mixer: str) -> None:
@@ -224,7 +229,7 @@ def require_shared_heads(config: ModelConfig, mixer: str) -> None:
 
 def require_plain_attention(config: ModelConfig, mixer: str) -> None:
     """Raises ValueError if the attention has a form that neither a mixer within blocks nor any other of the model takes."""
-    if not any(":" in name or name in _WITH_ATTENTION for name in config.pattern):
+    if not any(":" in name or name in _WITH_ATTENTION for name in config.mixers):
         fields = ("persistent_tokens", "bias", "output_bias", "rope_dim", "qk_norm", "fused", *_OF_HEADS)
         _require_defaults(config, mixer, fields, "attention within blocks takes only attention.rope_theta")
 

@@ -28,6 +28,7 @@ class AttentionConfig:
         consecutive heads share keys and values (grouped-query attention, Ainslie et al. 2023). None: as many as queries.
       head_dim: size of the queries and keys of a head, only for "attention" and "swa". None: the model's.
       value_dim: size of the values of a head, only for "attention" and "swa". None: the model's value_expansion times head_dim.
+      scale: factor of the scores qᵀk, > 0, only for "attention" and "swa". None: 1 / √head_dim.
       gate: whether the heads' outputs are multiplied by σ(x W_g), a gate per channel (Qiu et al. 2025), only for "attention" and
         "swa".
       fused: whether attention may run in a kernel of the platform, where that serves it: splash attention on TPUs, cuDNN on GPUs.
@@ -49,6 +50,7 @@ class AttentionConfig:
     kv_heads: int | None = None
     head_dim: int | None = None
     value_dim: int | None = None
+    scale: float | None = None
     gate: bool = False
     fused: bool = False
 
@@ -56,6 +58,7 @@ class AttentionConfig:
         optional = ("window", "rope_dim", "num_heads", "kv_heads", "head_dim", "value_dim")
         check.integers(self, {**dict.fromkeys(optional, 1), "persistent_tokens": 0, "segment_size": 1}, optional)
         check.number("AttentionConfig", "rope_theta", self.rope_theta, above=0, optional=True)
+        check.number("AttentionConfig", "scale", self.scale, above=0, optional=True)
         check.choice("AttentionConfig", "qk_norm", self.qk_norm, ("none", "head", "all"))
         for name in ("bias", "output_bias", "gate"):
             check.boolean("AttentionConfig", name, getattr(self, name))

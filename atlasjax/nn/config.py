@@ -15,13 +15,15 @@ from atlasjax.mixers.melodi import MelodiConfig
 from atlasjax.mixers.memorizing import MemorizingConfig
 from atlasjax.mixers.self_modifying import SelfModifyingConfig
 from atlasjax.names import check_options, name_of, options_text, resolve
-from atlasjax.nn.attention_config import AttentionConfig, AttentionSizes
+from atlasjax.nn.attention_config import AttentionConfig
 from atlasjax.nn.branch_config import BranchConfig
 from atlasjax.nn.caching_config import CachingConfig
 from atlasjax.nn.hierarchy_config import HierarchyConfig
 from atlasjax.nn.inner_loop_config import InnerLoopConfig
 from atlasjax.nn.lact_config import LaCTConfig
 from atlasjax.nn.memory_config import MemoryConfig
+from atlasjax.nn.model_sizes import ModelSizes
+from atlasjax.nn.multiplier_config import MultiplierConfig
 from atlasjax.nn.recurrent_config import (
     DeltaProductConfig,
     GatedDeltaNetConfig,
@@ -55,6 +57,7 @@ __all__ = [
     "MemoryConfig",
     "MesaConfig",
     "ModelConfig",
+    "MultiplierConfig",
     "RWKV7Config",
     "SSMConfig",
     "SelfModifyingConfig",
@@ -96,6 +99,7 @@ MIXER_NAMES = {
     "log_linear_plus_plus": "atlasjax.nn.baselines.log_linear:LogLinearPlusPlusMixer",
     "log_linear_mamba2": "atlasjax.nn.baselines.log_linear:LogLinearMamba2Mixer",
     "gam": "atlasjax.nn.gam:GAMMixer",
+    "short_conv": "atlasjax.nn.baselines.short_conv:ShortConvMixer",
     "lact": "atlasjax.nn.lact:LaCTMixer",
     "self_modifying_titans": "atlasjax.nn.self_modifying:SelfModifyingMixer",
 }
@@ -113,7 +117,7 @@ def _import_own(mixers: tuple[str, ...]) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(ModelSizes):
     """A decoder-only language model: embedding, layers of (mixer, feed-forward network), norm, head.
 
     Attributes:
@@ -125,10 +129,12 @@ class ModelConfig:
       value_expansion: ratio of the value size to the key size of a head, ≥ 1.
       mixer: a name in `atlasjax.nn.mixers.MIXERS`, or a tuple of names that repeats over the layers: with ("mamba", "swa") even
         layers are Mamba and odd layers are attention. The length of the tuple must divide num_layers. Name a mixer of your own
-        "package.module:Class", or pass the class itself, which is stored under that name.
+        "package.module:Class", or pass the class itself, which is stored under that name. Names joined by "+" run in parallel, and
+        their outputs are added: "mamba2+attention".
       mixer_options: keyword arguments for your own mixers, a JSON object as text. A dictionary is converted to text.
-      ffn: the feed-forward network after the mixer: "swiglu", without biases; "gelu", two projections with biases;
-        "channel_mixing", RWKV-7's, with a token shift; or "none".
+      ffn: the feed-forward network after the mixer: "swiglu", without biases; "gelu", two projections with biases; "relu2", two
+        projections with squared ReLU; "channel_mixing", RWKV-7's, with a token shift; or "none". A tuple of one of them and "none"
+        is one for each layer of the pattern of mixers.
       block: what surrounds f, the mixer or the feed-forward network: "pre_norm", x + f(norm(x)); "post_norm", x + norm(f(x)); or
         "bare", f(x), without norm and residual, which requires ffn="none". A tuple of the first two is one for each layer of the
         pattern of mixers.
@@ -138,6 +144,7 @@ class ModelConfig:
       branch: a second mixer in every layer, beside the first one. None: none.
       inner_loop: further feed-forward networks in the last layers, which learn while the model reads. None: none.
       attention: the attention of the mixers that have it.
+      multipliers: constants that multiply embeddings, residual stream, logits and parts of layers.
       ssm: sizes of the state space models.
       head_norm: the norm of the heads' outputs in the recurrent mixers with heads.
       gated_deltanet, gated_deltaproduct, kda, mamba3, mesa, rwkv7: the mixer of that name, and others that say so.
@@ -152,8 +159,8 @@ class ModelConfig:
       dropout: dropout rate in [0, 1) for embeddings and feed-forward outputs. It applies only where dropout keys are given, as in
         training, and never in evaluation or decoding.
       conv_width: taps of the causal convolutions. 1 is a gain per channel.
-      mlp_dim: hidden width of the feed-forward network. None: 8/3 dim, rounded up to a multiple of 128; 4 dim for "gelu" and
-        "channel_mixing".
+      mlp_dim: hidden width of the feed-forward network. None: 8/3 dim, rounded up to a multiple of 128; 4 dim for those without
+        a gate.
       tie_embeddings: whether the head is the transposed embedding.
       norm_eps: added to the mean square in every norm.
       dtype: dtype of activations and matmul inputs, "bfloat16" or "float32". Parameters, gates, memories, norm statistics and
@@ -172,13 +179,14 @@ class ModelConfig:
     value_expansion: int = 1
     mixer: str | tuple[str, ...] = "memory"
     mixer_options: str = "{}"
-    ffn: Literal["swiglu", "gelu", "channel_mixing", "none"] = "swiglu"
+    ffn: str | tuple[str, ...] = "swiglu"
     block: str | tuple[str, ...] = "pre_norm"
     memory: MemoryConfig = MemoryConfig()
     caching: CachingConfig | None = None
     branch: BranchConfig | None = None
     inner_loop: InnerLoopConfig | None = None
     attention: AttentionConfig = AttentionConfig()
+    multipliers: MultiplierConfig = MultiplierConfig()
     ssm: SSMConfig = SSMConfig()
     mamba3: Mamba3Config = Mamba3Config()
     head_norm: HeadNormConfig = HeadNormConfig()
@@ -269,7 +277,21 @@ class ModelConfig:
                 check.choice("ModelConfig", "each one of block", block, ("pre_norm", "post_norm"))
         else:
             check.choice("ModelConfig", "block", self.block, ("pre_norm", "post_norm", "bare"))
-        if self.block == "bare" and self.ffn != "none":
+        self._check_ffn()
+
+    def _check_ffn(self) -> None:
+        for name in (self.ffn,) if isinstance(self.ffn, str) else self.ffn:
+            check.choice("ModelConfig", "ffn, or each one of a tuple," if name is not self.ffn else "ffn", name, _FFNS)
+        if len(self.ffns) != len(self.pattern):
+            raise ValueError(
+                f"ModelConfig: ffn={self.ffn!r} is for {len(self.ffns)} layers, should be for the {len(self.pattern)} of the "
+                "pattern of mixers."
+            )
+        if len({*self.ffns}) == 1:  # one way to write a model
+            object.__setattr__(self, "ffn", self.ffns[0])
+        if len({*self.ffns} - {"none"}) > 1:
+            raise ValueError(f"ModelConfig: ffn={self.ffn!r} should have one kind of network besides 'none'.")
+        if self.block == "bare" and self.network != "none":
             raise ValueError(f"ModelConfig: block='bare' needs ffn='none', got ffn={self.ffn!r}.")
 
     def _check_inner_loop(self) -> None:
@@ -303,6 +325,7 @@ class ModelConfig:
             mixer=branch.mixer,
             mixer_options=branch.mixer_options,
             block="pre_norm",
+            ffn=self.network,
             memory=branch.memory,
             attention=branch.attention,
             num_heads=self.num_heads if branch.num_heads is None else branch.num_heads,
@@ -313,75 +336,10 @@ class ModelConfig:
             branch=None,
         )
 
-    @property
-    def pattern(self) -> tuple[str, ...]:
-        """The mixers of one repetition of the pattern. A single one if all layers have the same mixer."""
-        return (self.mixer,) if isinstance(self.mixer, str) else self.mixer
 
-    @property
-    def blocks(self) -> tuple[str, ...]:
-        """The kind of block of each layer of the pattern."""
-        return self.block if isinstance(self.block, tuple) else (self.block,) * len(self.pattern)
-
-    @property
-    def resolved_head_dim(self) -> int:
-        """Size of the queries and keys of a head."""
-        return self.dim // self.num_heads if self.head_dim is None else self.head_dim
-
-    @property
-    def value_dim(self) -> int:
-        """Size of the values of a head."""
-        return self.value_expansion * self.resolved_head_dim
-
-    @property
-    def value_heads(self) -> int:
-        """Number of heads of values of the mixers "gated_deltanet", "momentum_deltanet", "comba" and "pgdn"."""
-        return self.gated_deltanet.value_heads or self.num_heads
-
-    @property
-    def attention_sizes(self) -> AttentionSizes:
-        """Sizes of the mixers "attention" and "swa"."""
-        given = self.attention
-        heads = self.num_heads if given.num_heads is None else given.num_heads
-        size = self.resolved_head_dim if given.head_dim is None else given.head_dim
-        value = self.value_expansion * size if given.value_dim is None else given.value_dim
-        return AttentionSizes(heads, heads if given.kv_heads is None else given.kv_heads, size, value)
-
-    @property
-    def resolved_mlp_dim(self) -> int:
-        """Hidden width of the feed-forward network."""
-        if self.mlp_dim is not None:
-            return self.mlp_dim
-        return 4 * self.dim if self.ffn in ("gelu", "channel_mixing") else -(-8 * self.dim // (3 * 128)) * 128
-
-    @property
-    def resolved_dt_rank(self) -> int:
-        """Rank of the step-size projection of Mamba and Longhorn."""
-        return -(-self.dim // 16) if self.ssm.dt_rank is None else self.ssm.dt_rank
-
-    @property
-    def rwkv7_ranks(self) -> tuple[int, int, int, int]:
-        """Ranks of RWKV-7's low-rank products: decay, removal rate, output gate, value residual."""
-        size, given = self.resolved_head_dim / 64, self.rwkv7
-        rank = lambda chosen, factor: chosen or max(32, round(factor * self.dim**0.5 / 32) * 32)
-        return (
-            rank(given.decay_rank, 2.5 * size),
-            rank(given.rate_rank, 2.5 * size),
-            rank(given.gate_rank, 5.0),
-            rank(given.value_rank, 1.7 * size),
-        )
-
-    @property
-    def output_scale(self) -> float:
-        """Initial scale, relative to fan-in, of the output projections of branches: 1 / √(number of residual branches)."""
-        if self.block == "bare":
-            return 1.0
-        return (self.num_layers * (1 if self.ffn == "none" else 2)) ** -0.5
-
-
+_FFNS = ("swiglu", "gelu", "relu2", "channel_mixing", "none")
 _CHOICES = {
     "dtype": ("bfloat16", "float32"),
-    "ffn": ("swiglu", "gelu", "channel_mixing", "none"),
     "norm": ("rms", "rms_plus_one", "layer"),
     "positions": ("none", "learned"),
 }

@@ -26,6 +26,11 @@ def l2_normalize(x: jax.Array, eps: float = 1e-6) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + eps)
 
 
+def scaled(x: jax.Array, factor: float) -> jax.Array:
+    """factor · x in x's dtype. A factor of 1 adds no operation."""
+    return x if factor == 1 else x * factor
+
+
 class RMSNorm(Module):
     """Root-mean-square norm over the last axis with a learned scale (Zhang & Sennrich 2019), computed in float32.
 
@@ -103,23 +108,33 @@ class Linear(Module):
 
 
 class SwiGLU(Module):
-    """(SiLU(x W_gate) ⊙ x W_wide) W_out (Shazeer 2020), without biases.
+    """(SiLU(a x W_gate) ⊙ x W_wide) W_out b (Shazeer 2020), without biases, with constants a and b.
 
     Args:
       dim: width of input and output.
       hidden: hidden width.
       out_scale: initial scale of W_out relative to fan-in.
+      factors: a and b (`MultiplierConfig.mlp_gate`, `mlp_out`).
       rngs: source of the initial values.
     """
 
-    def __init__(self, dim: int, hidden: int, *, out_scale: float = 1.0, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        dim: int,
+        hidden: int,
+        *,
+        out_scale: float = 1.0,
+        factors: tuple[float, float] = (1.0, 1.0),
+        rngs: nnx.Rngs,
+    ):
+        self.factors = factors
         self.gate_and_wide = Linear((dim, 2, hidden), ("embed", None, "mlp"), rngs=rngs)  # one matmul instead of two
         self.out = Linear((hidden, dim), ("mlp", "embed"), scale=out_scale, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., dim] → [..., dim], dtype of x."""
         h = self.gate_and_wide(x)
-        return self.out(jax.nn.silu(h[..., 0, :]) * h[..., 1, :])
+        return scaled(self.out(jax.nn.silu(scaled(h[..., 0, :], self.factors[0])) * h[..., 1, :]), self.factors[1])
 
 
 class GELU(Module):
@@ -139,6 +154,25 @@ class GELU(Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., dim] → [..., dim], dtype of x."""
         return self.out(jax.nn.gelu(self.wide(x), approximate=False))
+
+
+class ReLU2(Module):
+    """relu(x W)² W_out (So et al. 2021), without biases.
+
+    Args:
+      dim: width of input and output.
+      hidden: hidden width.
+      out_scale: initial scale of W_out relative to fan-in.
+      rngs: source of the initial values.
+    """
+
+    def __init__(self, dim: int, hidden: int, *, out_scale: float = 1.0, rngs: nnx.Rngs):
+        self.wide = Linear((dim, hidden), ("embed", "mlp"), rngs=rngs)
+        self.out = Linear((hidden, dim), ("mlp", "embed"), scale=out_scale, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., dim] → [..., dim], dtype of x."""
+        return self.out(jnp.square(jax.nn.relu(self.wide(x))))
 
 
 class ChannelMixing(Module):

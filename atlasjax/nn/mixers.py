@@ -4,9 +4,14 @@ A mixer is a class with three methods, and a fourth, `observe`, if its memory is
 `MIXERS`. A mixer of your own is passed to `ModelConfig` as a class or as "package.module:Class".
 """
 
+import functools
 import importlib
-from typing import Protocol, TypeGuard, cast, runtime_checkable
+import operator
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeGuard, cast, runtime_checkable
 
+import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int, PyTree
 
@@ -15,6 +20,7 @@ from atlasjax.memory.partition import check_divided as check_divided_rule
 from atlasjax.names import call_with, resolve
 from atlasjax.nn.config import MIXER_NAMES, ModelConfig
 from atlasjax.nn.execution import MemoryCall
+from atlasjax.nn.module import Module
 from atlasjax.nn.partition import NOT_DIVIDED
 
 
@@ -142,7 +148,7 @@ def observe(
 
 def is_observed(config: ModelConfig) -> bool:
     """Whether a mixer of the model has a memory to monitor (`ObservedMixer`). The branch does not count."""
-    return any(callable(getattr(resolve("mixer", name, MIXERS), "observe", None)) for name in config.pattern)
+    return any(callable(getattr(resolve("mixer", name, MIXERS), "observe", None)) for name in config.mixers)
 
 
 def check_divided(config: ModelConfig, parts: int, length: int | None = None, *, packed: bool = False) -> None:
@@ -169,7 +175,7 @@ def check_divided(config: ModelConfig, parts: int, length: int | None = None, *,
         )
     if (branch := config.branch_alone) is not None:
         check_divided(branch, parts)
-    for name in dict.fromkeys(config.pattern):
+    for name in config.mixers:
         mixer = nnx.eval_shape(lambda name=name: make_mixer(name, config, rngs=nnx.Rngs(0)))
         reason = getattr(mixer, "undivided", NOT_DIVIDED)
         truncation = getattr(mixer, "truncation", None)
@@ -199,7 +205,7 @@ def _takes_memory(mixer: Mixer) -> bool:
 def memory_calls(config: ModelConfig) -> list[MemoryCall]:
     """The different calls of `memory.scan` for whole sequences in a model, in the order of layers; last, those of its branch."""
     calls: list[MemoryCall | None] = []
-    for name in dict.fromkeys(config.pattern):
+    for name in config.mixers:
         mixer = nnx.eval_shape(lambda name=name: make_mixer(name, config, rngs=nnx.Rngs(0)))
         calls += [getattr(module, "memory_call", None) for _, module in nnx.iter_modules(cast(nnx.Module, mixer))]
     calls += [] if (branch := config.branch_alone) is None else memory_calls(branch)
@@ -209,7 +215,7 @@ def memory_calls(config: ModelConfig) -> list[MemoryCall]:
 def check_caching(config: ModelConfig) -> None:
     """Raises ValueError if the config has Memory Caching and none of its mixers takes it (class attribute `takes_caching`)."""
     takes = lambda name: getattr(resolve("mixer", name, MIXERS), "takes_caching", False)
-    if config.caching is not None and not any(map(takes, config.pattern)):
+    if config.caching is not None and not any(map(takes, config.mixers)):
         able = ", ".join(name for name in MIXERS if takes(name))
         raise ValueError(
             f"ModelConfig: caching is given, but mixer is {config.mixer!r}. Memory Caching is for recurrences whose state is a "
@@ -226,11 +232,13 @@ MIXERS: dict[str, type] = {name: _named(full_name) for name, full_name in MIXER_
 
 
 def make_mixer(name: str, config: ModelConfig, *, rngs: nnx.Rngs) -> Mixer:
-    """Creates a mixer from a name in `MIXERS`, or from "package.module:Class".
+    """Creates a mixer from a name in `MIXERS`, from several joined by "+", or from "package.module:Class".
 
     Raises:
       ValueError: the mixer is unknown, is not a `Mixer`, or rejects the config or options.
     """
+    if "+" in name:
+        return ParallelMixers(name.split("+"), config, rngs=rngs)
     made = resolve("mixer", name, MIXERS)
     options = config.mixer_options if ":" in name else "{}"
     mixer = call_with("mixer", name, made, config, rngs=rngs, options=options)
@@ -239,3 +247,67 @@ def make_mixer(name: str, config: ModelConfig, *, rngs: nnx.Rngs) -> Mixer:
         what = f"has no {', '.join(missing)}" if missing else "is not a flax.nnx.Module"
         raise ValueError(f"mixer {name!r}: {type(mixer).__name__} {what}; see atlasjax.nn.Mixer.")
     return cast(Mixer, mixer)
+
+
+class ParallelMixers(Module):
+    """Mixers that read the same input and whose outputs are added, as Mamba-2 and attention in Falcon-H1: the name of such a layer
+    is theirs, joined by "+".
+
+    Args:
+      names: two or more different names in `MIXERS`.
+      config: the model's config, which all take.
+      rngs: source of the initial values.
+
+    Raises:
+      ValueError: a name is unknown or there twice, or is of a mixer of your own; or a mixer rejects the config.
+    """
+
+    def __init__(self, names: Sequence[str], config: ModelConfig, *, rngs: nnx.Rngs):
+        whole = "+".join(names)
+        if len({*names}) < len(names) or any(":" in name for name in names):
+            raise ValueError(f"mixer {whole!r}: what runs in parallel should be different mixers of the library.")
+        self.size = len(names)
+        for i, name in enumerate(names):
+            setattr(self, f"mixer_{i}", make_mixer(name, config, rngs=rngs))
+
+    def __call__(
+        self, x: jax.Array, segment_ids: jax.Array | None = None, max_segments: int | None = None
+    ) -> jax.Array:
+        """Whole sequences: [batch, time, dim] → [batch, time, dim]."""
+        return self.observe(x, segment_ids, max_segments)[0]
+
+    def observe(
+        self, x: jax.Array, segment_ids: jax.Array | None = None, max_segments: int | None = None
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """See `ObservedMixer`. The sizes of the memories of all mixers, one after another."""
+        found = [observe(mixer, x, segment_ids, max_segments) for mixer in self._mixers()]
+        norms = [norm for _, norm in found if norm is not None]
+        return _total(found), jnp.concatenate(norms, axis=1) if norms else None
+
+    def init_state(self, batch_size: int, max_length: int | None = None) -> tuple[PyTree, ...]:
+        """The states of all mixers before the first token."""
+        return tuple(mixer.init_state(batch_size, max_length) for mixer in self._mixers())
+
+    def extend(self, x: jax.Array, state: PyTree) -> tuple[jax.Array, PyTree]:
+        """The output for the next piece of a sequence, and the next states."""
+        found = [mixer.extend(x, one) for mixer, one in zip(self._mixers(), state, strict=True)]
+        return _total(found), tuple(one for _, one in found)
+
+    def extend_layer(self, x: jax.Array, states: PyTree, layer: jax.Array) -> tuple[jax.Array, PyTree]:
+        """`extend` in the states of all layers. See `LayerwiseMixer`."""
+        found = [extend_layer(mixer, x, one, layer) for mixer, one in zip(self._mixers(), states, strict=True)]
+        return _total(found), tuple(one for _, one in found)
+
+    @property
+    def undivided(self) -> str | None:
+        """See `check_divided`: the first mixer's reason."""
+        reasons = (getattr(mixer, "undivided", NOT_DIVIDED) for mixer in self._mixers())
+        return next((reason for reason in reasons if reason is not None), None)
+
+    def _mixers(self) -> list[Mixer]:
+        return [getattr(self, f"mixer_{i}") for i in range(self.size)]
+
+
+def _total(found: Sequence[tuple[jax.Array, Any]]) -> jax.Array:
+    """The sum of the first ones of the pairs."""
+    return functools.reduce(operator.add, (y for y, _ in found))

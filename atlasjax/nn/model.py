@@ -17,7 +17,7 @@ from atlasjax.mixers.attention import segment_positions
 from atlasjax.nn.cache_check import check_cache, check_inner
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.inner_loop import InnerLoop, InnerState
-from atlasjax.nn.layers import Linear, dropout
+from atlasjax.nn.layers import Linear, dropout, scaled
 from atlasjax.nn.mixer_check import why_not_decoded
 from atlasjax.nn.module import Module
 from atlasjax.nn.parameters import normal, param
@@ -185,7 +185,7 @@ class LanguageModel(Module):
     def logits(self, hidden: Float[Array, "*tokens dim"]) -> Float[Array, "*tokens vocab"]:
         """The head: [..., dim] → float32 [..., vocab_size]."""
         kernel = self.embedding[...].T if self.head is None else self.head.kernel[...]
-        return dense(hidden, kernel.astype(hidden.dtype), jnp.float32)
+        return scaled(dense(hidden, kernel.astype(hidden.dtype), jnp.float32), self.config.multipliers.logits)
 
     def init_cache(self, batch_size: int, max_length: int | None = None) -> PyTree:
         """The cache before the first token: the mixers' states, every leaf [repetitions, batch, …].
@@ -318,7 +318,7 @@ class LanguageModel(Module):
         if self.positions is not None:
             table = read_table(self.positions[...])
             x = x + table.at[position].get(mode="fill", fill_value=jnp.nan)  # beyond the table: NaN
-        x = x.astype(self.dtype)
+        x = scaled(x.astype(self.dtype), self.config.multipliers.embedding)
         return split_tokens(x if self.embedding_norm is None else self.embedding_norm(x))
 
     def _dropout_keys(

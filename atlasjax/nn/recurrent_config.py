@@ -17,9 +17,13 @@ class SSMConfig:
       dt_rank: rank of the step-size projection (Mamba, Longhorn). None: dim / 16, rounded up.
       groups: number of groups of heads, each with its own B and C (Mamba-2, Mamba-3) and its own mean square in the norm
         (Mamba-2). Must divide the number of heads.
+      inner: the inner width of "mamba2". None: expand · dim.
+      output_norm: the norm of "mamba2" around its gate z: "gated", norm(y ⊙ SiLU(z)), as published; "before_gate",
+        norm(y) ⊙ SiLU(z); or "none", y ⊙ SiLU(z), as in Falcon-H1.
+      least_step, largest_step: bounds of Δ in "mamba2", ≥ 0. largest_step None: no bound.
 
     Raises:
-      ValueError: a field is less than one.
+      ValueError: a field is out of range.
     """
 
     state_dim: int = 16
@@ -27,10 +31,17 @@ class SSMConfig:
     head_dim: int = 64
     dt_rank: int | None = None
     groups: int = 1
+    inner: int | None = None
+    output_norm: Literal["gated", "before_gate", "none"] = "gated"
+    least_step: float = 0.0
+    largest_step: float | None = None
 
     def __post_init__(self) -> None:
-        sizes = ("state_dim", "expand", "head_dim", "dt_rank", "groups")
-        check.integers(self, dict.fromkeys(sizes, 1), ("dt_rank",))
+        sizes = ("state_dim", "expand", "head_dim", "dt_rank", "groups", "inner")
+        check.integers(self, dict.fromkeys(sizes, 1), ("dt_rank", "inner"))
+        check.choice("SSMConfig", "output_norm", self.output_norm, ("gated", "before_gate", "none"))
+        check.number("SSMConfig", "least_step", self.least_step, least=0)
+        check.number("SSMConfig", "largest_step", self.largest_step, above=self.least_step, optional=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,3 +213,14 @@ class RWKV7Config:
         check.integers(self, dict.fromkeys(ranks, 1), ranks)
         for name in ("norm_eps", "key_eps"):
             check.number("RWKV7Config", name, getattr(self, name), above=0)
+
+    def ranks(self, dim: int, head_dim: int) -> tuple[int, int, int, int]:
+        """Ranks for the model's width and size of a head: decay, removal rate, output gate, value residual."""
+        size = head_dim / 64
+        rank = lambda chosen, factor: chosen or max(32, round(factor * dim**0.5 / 32) * 32)
+        return (
+            rank(self.decay_rank, 2.5 * size),
+            rank(self.rate_rank, 2.5 * size),
+            rank(self.gate_rank, 5.0),
+            rank(self.value_rank, 1.7 * size),
+        )

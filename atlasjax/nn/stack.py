@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 
 from atlasjax.memory.layerwise import put_layer, take_layer
 from atlasjax.nn.config import ModelConfig
-from atlasjax.nn.layers import GELU, ChannelMixing, LayerNorm, RMSNorm, SwiGLU, dropout
+from atlasjax.nn.layers import GELU, ChannelMixing, LayerNorm, ReLU2, RMSNorm, SwiGLU, dropout, scaled
 from atlasjax.nn.mixer_check import check_own_mixers
 from atlasjax.nn.mixers import FirstValuesMixer, check_caching, extend_layer, make_mixer, observe
 from atlasjax.nn.module import Module
@@ -24,9 +24,10 @@ _NORMS: dict[str, Callable[..., RMSNorm | LayerNorm]] = {
     "rms_plus_one": functools.partial(RMSNorm, plus_one=True),
     "layer": LayerNorm,
 }
-_FFNS: dict[str, type[SwiGLU | GELU | ChannelMixing]] = {
+_FFNS: dict[str, type[SwiGLU | GELU | ReLU2 | ChannelMixing]] = {
     "swiglu": SwiGLU,
     "gelu": GELU,
+    "relu2": ReLU2,
     "channel_mixing": ChannelMixing,
 }
 
@@ -101,10 +102,9 @@ class Layer(Module):
         self.mixer_norm = None if block == "bare" else make_norm(config)
         self.mixer = make_mixer(config.pattern[index], config, rngs=rngs)
         self.branch = None if config.branch is None else Branch(config, rngs=rngs)
-        ffn = _FFNS.get(config.ffn)
-        self.mlp_norm = None if ffn is None else make_norm(config)
-        scale = config.output_scale
-        self.mlp = None if ffn is None else ffn(config.dim, config.resolved_mlp_dim, out_scale=scale, rngs=rngs)
+        self.residual_factor = config.multipliers.residual
+        self.mlp = _make_ffn(config, index, rngs)
+        self.mlp_norm = None if self.mlp is None else make_norm(config)
 
     def observe(
         self,
@@ -183,7 +183,7 @@ class Layer(Module):
 
     def _after(self, norm: RMSNorm | LayerNorm, y: jax.Array) -> jax.Array:
         """The term that is added to the residual stream, from the output y."""
-        return norm(y) if self.has_post_norm else y
+        return scaled(norm(y) if self.has_post_norm else y, self.residual_factor)
 
     def _around(
         self,
@@ -208,6 +208,16 @@ class Layer(Module):
                 y = self.mlp(z)
             x = x + dropout(self._after(self.mlp_norm, y), self.dropout, keys)
         return x, state, before
+
+
+def _make_ffn(config: ModelConfig, index: int, rngs: nnx.Rngs) -> SwiGLU | GELU | ReLU2 | ChannelMixing | None:
+    """The feed-forward network of a layer of the pattern."""
+    ffn = _FFNS.get(config.ffns[index])
+    if ffn is None:
+        return None
+    multipliers = config.multipliers
+    factors = {"factors": (multipliers.mlp_gate, multipliers.mlp_out)} if ffn is SwiGLU else {}
+    return ffn(config.dim, config.resolved_mlp_dim, out_scale=config.output_scale, **factors, rngs=rngs)
 
 
 class Pattern(Module):

@@ -271,7 +271,7 @@ def saved_config(saved: Mapping[str, object], run_dir: object = "a folder") -> T
         raise ValueError(f"{where}: {error}") from error
     sizes, model = {field.name for field in dataclasses.fields(ModelConfig)}, saved["model"]
     assert isinstance(model, Mapping)
-    for mixer in config.model.pattern:
+    for mixer in config.model.mixers:
         if mixer in sizes and mixer not in model:
             raise ValueError(
                 f"{where} has no model.{mixer}, the sizes of its mixer {mixer!r}: it was saved by an older atlasjax, "

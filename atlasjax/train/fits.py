@@ -28,7 +28,7 @@ def parameters_at_least(model: ModelConfig) -> int:
     # A mixer of the user's may have none; of the others, those that are not in `_WITH_HEADS` may ignore the size of heads.
     widths = [0 if ":" in m else heads if m in _WITH_HEADS else min(heads, model.dim) for m in model.pattern]
     mixers = model.num_layers // len(widths) * model.dim * sum(widths)
-    network = 0 if model.ffn == "none" else 2 * model.num_layers * model.dim * model.resolved_mlp_dim
+    network = 2 * model.num_networks * model.dim * model.resolved_mlp_dim
     return model.vocab_size * model.dim * (1 if model.tie_embeddings else 2) + mixers + network
 
 

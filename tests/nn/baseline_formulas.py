@@ -5,7 +5,7 @@ Slow and obvious. `p` is the nested dictionary of the mixer's parameters, float6
 
 import numpy as np
 
-from atlasjax.nn import GatedDeltaNetConfig, HeadNormConfig, KDAConfig, MesaConfig, SSMConfig
+from atlasjax.nn import GatedDeltaNetConfig, HeadNormConfig, KDAConfig, MesaConfig, MultiplierConfig, SSMConfig
 
 
 def sigmoid(x):
@@ -217,27 +217,39 @@ def longhorn(p, x, config):
 
 
 def mamba2(p, x, config):
+    z_factor, u_factor, _, _, delta_factor = config.multipliers.ssm
     z, u = np.moveaxis(linear(p["inputs"], x), 1, 0)
-    u = silu(conv(p["conv"], u) + p["conv_bias"])
-    delta, A = softplus(linear(p["step"], x) + p["dt_bias"]), -np.exp(p["A_log"])
+    u = silu(conv(p["conv"], u_factor * u) + p["conv_bias"])
+    delta, A = softplus(delta_factor * linear(p["step"], x) + p["dt_bias"]), -np.exp(p["A_log"])
+    delta = np.clip(delta, config.ssm.least_step, config.ssm.largest_step or np.inf)
     u = u.reshape(len(x), len(A), -1)
     B, C = selected(p, x, config)
     step = lambda h, u, delta, decay, B, C: ((h := decay * h + delta * np.outer(u, B)), h @ C)
     y = run(step, 0.0, u, delta, np.exp(delta * A), B, C) + p["D"][:, None] * u
-    return grouped_output(p, y, z, config)
+    return config.multipliers.ssm_out * grouped_output(p, y, z_factor * z, config)
 
 
 def selected(p, x, config):
     """Mamba-2's B and C of each head, [time, heads, state]."""
     groups, heads = config.ssm.groups, len(p["A_log"])
-    both = silu(conv(p["selection_conv"], linear(p["selection"], x)) + p["selection_bias"])
+    factors = np.repeat(config.multipliers.ssm[2:4], groups * config.ssm.state_dim)
+    both = silu(conv(p["selection_conv"], factors * linear(p["selection"], x)) + p["selection_bias"])
     both = both.reshape(len(x), 2, groups, -1)
     return (np.array([[row[h * groups // heads] for h in range(heads)] for row in w]) for w in np.moveaxis(both, 1, 0))
 
 
 def grouped_output(p, y, z, config):
-    y = (y.reshape(len(y), -1) * silu(z)).reshape(len(y), config.ssm.groups, -1)
-    return linear(p["out"], rms(y, config.norm_eps).reshape(len(y), -1) * p["norm"]["scale"])
+    norm = lambda y: (
+        rms(y.reshape(len(y), config.ssm.groups, -1), config.norm_eps).reshape(len(y), -1) * p["norm"]["scale"]
+    )
+    y, gate = y.reshape(len(y), -1), silu(z)
+    forms = {"gated": lambda: norm(y * gate), "before_gate": lambda: norm(y) * gate, "none": lambda: y * gate}
+    return linear(p["out"], forms[config.ssm.output_norm]())
+
+
+def short_conv(p, x, config):
+    B, C, z = np.moveaxis(linear(p["inputs"], x), 1, 0)
+    return linear(p["out"], C * conv(p["conv"], B * z))
 
 
 def rwkv7(p, x, config):
@@ -324,11 +336,25 @@ FORMULAS = {
     "log_linear": log_linear,
     "log_linear_plus_plus": log_linear_plus_plus,
     "log_linear_mamba2": log_linear_mamba2,
+    "short_conv": short_conv,
 }
 # Forms of a mixer that public weights have: the mixer, and what its config changes. One with the mixer's own name is for all of its
 # tests: sizes so small that 14 tokens are several blocks.
 FORMS = {
     "mamba2, three groups": ("mamba2", {"ssm": SSMConfig(state_dim=3, expand=2, head_dim=4, groups=3)}),
+    "mamba2, of Falcon-H1, norm before the gate": (
+        "mamba2",
+        {
+            "ssm": SSMConfig(
+                state_dim=3, inner=20, head_dim=4, output_norm="before_gate", least_step=0.3, largest_step=0.9
+            ),
+            "multipliers": MultiplierConfig(ssm=(0.5, 0.8, 1.2, 1.5, 0.7), ssm_out=0.3),
+        },
+    ),
+    "mamba2, of Falcon-H1, no norm": (
+        "mamba2",
+        {"ssm": SSMConfig(state_dim=3, inner=20, head_dim=4, output_norm="none")},
+    ),
     "log_linear_mamba2, three groups": ("log_linear_mamba2", {"ssm": SSMConfig(state_dim=3, head_dim=4, groups=3)}),
     "deltanet, one norm": ("deltanet", {"head_norm": HeadNormConfig(shared=True)}),
     "gated_deltanet, one norm": ("gated_deltanet", {"head_norm": HeadNormConfig(shared=True, eps=0.3)}),

@@ -19,7 +19,7 @@ from atlasjax.nn.baselines.recurrent import (
 from atlasjax.nn.baselines.step_sizes import log_rates, step_bias
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.execution import MemoryCall, execution
-from atlasjax.nn.layers import CausalConv, Linear, RMSNorm
+from atlasjax.nn.layers import CausalConv, Linear, RMSNorm, scaled
 from atlasjax.nn.parameters import param
 
 
@@ -42,28 +42,31 @@ class Mamba2Mixer(RecurrentMixer):
         h_t = exp(Δ_t A) h_{t−1} + Δ_t x_t B_tᵀ,  y_t = h_t C_t + D x_t        A = −exp(A_log) and D per head
         out = RMSNorm(y ⊙ SiLU(z)) W_out                                       one norm over the heads of a group
 
+    The config may bound Δ, move the norm before the gate or drop it (`SSMConfig`), and multiply the projections and the output by
+    constants (`MultiplierConfig`).
+
     The heads of a group share B and C, and the norm's mean square is over the channels of a group. The number of heads is
-    expand · dim / ssm.head_dim, not `num_heads`. As published, there is one group, ssm.state_dim is 128 and ssm.head_dim is 64,
-    initial rates exp(A_log) are uniform in [1, 16], initial Δ is log-uniform in [0.001, 0.1], and there is no feed-forward network.
+    inner / ssm.head_dim, where inner is expand · dim or ssm.inner, not `num_heads`. As published, there is one group, ssm.state_dim
+    is 128 and ssm.head_dim is 64, initial rates exp(A_log) are uniform in [1, 16], initial Δ is log-uniform in [0.001, 0.1], and
+    there is no feed-forward network.
 
     Args:
-      config: dim, conv_width, ssm (expand, state_dim, head_dim, groups), norm_eps, num_layers (for W_out's initial scale),
+      config: dim, conv_width, ssm (all but dt_rank), multipliers (ssm, ssm_out), norm_eps, num_layers (for W_out's initial scale),
         caching, dtype, memory.implementation.
       rngs: source of the initial values.
 
     Raises:
-      ValueError: ssm.head_dim does not divide ssm.expand · dim, or ssm.groups does not divide the number of heads.
+      ValueError: ssm.head_dim does not divide the inner width, or ssm.groups does not divide the number of heads.
     """
 
     takes_caching: ClassVar[bool] = True
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         ssm = config.ssm
-        inner = ssm.expand * config.dim
+        inner = config.ssm_inner
         if inner % ssm.head_dim:
-            raise ValueError(
-                f"mixer 'mamba2': ssm.head_dim={ssm.head_dim} must divide ssm.expand · dim = {ssm.expand} · {config.dim} = {inner}."
-            )
+            width = "ssm.inner" if ssm.inner else f"ssm.expand · dim = {ssm.expand} · {config.dim}"
+            raise ValueError(f"mixer 'mamba2': ssm.head_dim={ssm.head_dim} must divide {width} = {inner}.")
         self.dtype = jnp.dtype(config.dtype)
         self.num_heads, self.head_dim, self.state_dim = inner // ssm.head_dim, ssm.head_dim, ssm.state_dim
         self.groups = ssm.groups
@@ -80,7 +83,10 @@ class Mamba2Mixer(RecurrentMixer):
         self.dt_bias = param(step_bias(rngs, self.num_heads), "heads")
         self.A_log = param(log_rates(rngs, self.num_heads, 1.0, 16.0), "heads")
         self.D = param(jnp.ones(self.num_heads, jnp.float32), "heads")
-        self.norm = RMSNorm((inner,), ("heads",), config.norm_eps, ssm.groups)
+        self.norms_last = ssm.output_norm == "gated"
+        self.norm = None if ssm.output_norm == "none" else RMSNorm((inner,), ("heads",), config.norm_eps, ssm.groups)
+        self.steps = (ssm.least_step, ssm.largest_step)
+        self.factors, self.out_factor = config.multipliers.ssm, config.multipliers.ssm_out
         self.out = output_projection(config, rngs, inner=inner)
         self.implementation = config.memory.implementation
         self.rule: memory.Rule = mamba2.RULE
@@ -106,15 +112,24 @@ class Mamba2Mixer(RecurrentMixer):
         return RecurrentState(self.start_inputs(batch_size, self.dtype), recurrence)
 
     def project(self, x, inputs, segment_ids):
-        projected = self.inputs(x)
-        mixed, conv = self.conv(projected[:, :, 1], inputs[0], segment_ids)
+        z, mixed = (scaled(self.inputs(x)[:, :, i], self.factors[i]) for i in range(2))
+        mixed, conv = self.conv(mixed, inputs[0], segment_ids)
         mixed = jax.nn.silu(mixed + self.conv_bias[None, None]).astype(x.dtype)
-        selected, selection_conv = self.selection_conv(self.selection(x), inputs[1], segment_ids)
+        selected, selection_conv = self.selection_conv(self._selection(x), inputs[1], segment_ids)
         selected = jax.nn.silu(selected + self.selection_bias[None, None]).astype(x.dtype)
         B, C = jnp.split(selected.reshape(*x.shape[:2], 2 * self.groups, self.state_dim), 2, axis=2)
-        step = jax.nn.softplus(float32_product(x, self.step) + self.dt_bias[None, None])
+        step = scaled(float32_product(x, self.step), self.factors[4]) + self.dt_bias[None, None]
+        step = _bounded(jax.nn.softplus(step), *self.steps)
         mixed = mixed.reshape(*x.shape[:2], self.num_heads, self.head_dim)
-        return Mamba2Tokens(mixed, projected[:, :, 0], step, B, C), (conv, selection_conv)
+        return Mamba2Tokens(mixed, z, step, B, C), (conv, selection_conv)
+
+    def _selection(self, x: jax.Array) -> jax.Array:
+        """B and C before their convolution."""
+        selected = self.selection(x)
+        if self.factors[2] == self.factors[3]:
+            return scaled(selected, self.factors[2])
+        B, C = jnp.split(selected, 2, axis=-1)
+        return jnp.concatenate([scaled(B, self.factors[2]), scaled(C, self.factors[3])], axis=-1)
 
     def recur(self, tokens, state, segment_ids, max_segments):
         x, _, step, B, C, gates = tokens
@@ -126,4 +141,14 @@ class Mamba2Mixer(RecurrentMixer):
         )  # fmt: skip
 
     def output(self, y, tokens):
-        return self.out(self.norm(y.reshape(tokens.z.shape) * jax.nn.silu(tokens.z)))
+        y, gate = y.reshape(tokens.z.shape), jax.nn.silu(tokens.z)
+        if self.norm is None:
+            y = y * gate
+        else:
+            y = self.norm(y * gate) if self.norms_last else self.norm(y) * gate
+        return scaled(self.out(y), self.out_factor)
+
+
+def _bounded(step: jax.Array, least: float, largest: float | None) -> jax.Array:
+    """Δ within its bounds; unchanged without any."""
+    return step if least == 0 and largest is None else jnp.clip(step, least, largest)
