@@ -110,6 +110,22 @@ class Fields:
             return self._given.pop(name, None)  # type: ignore[return-value]
         return self.number(name, default=default)
 
+    def numbers(self, name: str, count: int) -> tuple[float, ...]:
+        """A list of `count` positive numbers; ones if the field is missing."""
+        value = self._take(name, [1.0] * count)
+        if isinstance(value, list) and len(value) == count and all(is_finite(x) and 0 < x < _LARGEST for x in value):
+            return tuple(float(x) for x in value)
+        raise self._wrong(name, value, f"a list of {count} positive numbers below {_LARGEST:g}")
+
+    def limits(self, name: str) -> tuple[float, float | None]:
+        """A list of a lower limit ≥ 0 and an upper limit, None if that is infinite. No limits if the field is missing."""
+        value = self._take(name, [0.0, math.inf])
+        least, most = value if isinstance(value, list) and len(value) == 2 else (None, None)
+        most = math.inf if most == {"__float__": "Infinity"} else most
+        if is_finite(least) and isinstance(most, int | float) and 0 <= least < most:
+            return float(least), None if most == math.inf else float(most)
+        raise self._wrong(name, value, "a list of a number ≥ 0 and a larger one, or infinity")
+
     def rotation(self, *kinds: str) -> "Fields":
         """The fields of rotary positions that are not scaled, in `rope_parameters`, or in `rope_scaling` of older versions.
 
@@ -145,11 +161,12 @@ class Fields:
             raise self._wrong(name, value, "true or false")
         return value
 
-    def require(self, name: str, *allowed: object) -> None:
-        """Raises ConfigError if the field is there with a value that is not in `allowed`."""
+    def require(self, name: str, *allowed: object) -> object:
+        """The value of a field, the first of `allowed` if it is missing. Raises ConfigError if it is not in `allowed`."""
         value = self._given.pop(name, allowed[0])
         if value not in allowed:
             raise self._wrong(name, value, " or ".join(map(repr, allowed)) + ", the form that this library's layer has")
+        return value
 
     def fixed(self, **values: object) -> None:
         """`require` for fields that each may have one value only."""
@@ -160,9 +177,9 @@ class Fields:
         """An integer ≥ 1; None if the field is null or missing. is_axis: as for `integer`."""
         return None if self._given.get(name) is None else self.integer(name, is_axis=is_axis)
 
-    def integers(self, name: str, below: int) -> list[int]:
-        """A list of different integers ≥ 0 and below `below`."""
-        value = self._take(name, None)
+    def integers(self, name: str, below: int, default: list[int] | None = None) -> list[int]:
+        """A list of different integers ≥ 0 and below `below`. Without a default the field is required."""
+        value = self._take(name, default)
         if (
             isinstance(value, list)
             and all(is_integer(n, 0) and n < below for n in value)
@@ -196,14 +213,23 @@ class Fields:
             raise self._wrong(name, value, f"a multiple of {what}, {of}")
         return value // of
 
-    def strings(self, name: str, count: int, allowed: Iterable[str]) -> list[str] | None:
-        """A list of `count` strings that are in `allowed`; None if the field is missing."""
+    def strings(self, name: str, count: int | None, allowed: Iterable[str]) -> list[str] | None:
+        """A list of strings that are in `allowed`, `count` or at least one; None if the field is missing."""
         value, known = self._given.pop(name, None), list(allowed)
         if value is None:
             return None
-        if not isinstance(value, list) or len(value) != count or any(x not in known for x in value):
-            raise self._wrong(name, value, f"a list of {count} strings, each {' or '.join(map(repr, known))}")
-        return value
+        counts = range(1, self._sizes.tensors + 1) if count is None else (count,)
+        if isinstance(value, list) and len(value) in counts and all(x in known for x in value):
+            return value
+        what = "" if count is None else f"{count} "
+        raise self._wrong(name, value, f"a list of {what}strings, each {' or '.join(map(repr, known))}")
+
+    def letters(self, name: str, allowed: Iterable[str]) -> list[str] | None:
+        """The letters of a text, all in `allowed`; None if the field is missing."""
+        value, known = self._given.pop(name, None), list(allowed)
+        if value is not None and (not isinstance(value, str) or not value or any(x not in known for x in value)):
+            raise self._wrong(name, value, f"a text of the letters {', '.join(known)}")
+        return None if value is None else list(value)
 
     def dtype(self, default: object = None) -> Literal["float32", "bfloat16"]:
         """Dtype of activations: the field's, or float32 for float16, whose range bfloat16 has not.
@@ -351,7 +377,7 @@ def _differing(name: str, ours: object, theirs: object) -> Iterator[tuple[str, o
 def _attention(config: ModelConfig) -> dict[str, object]:
     """The values that decide the function of layers with attention. Empty if there are none."""
     given = config.attention
-    if not {"attention", "swa"} & set(config.pattern):
+    if not {"attention", "swa"} & set(config.mixers):
         return {}
     names = ("rope_theta", "qk_norm", "gate", "bias", "persistent_tokens")
     found = {f"attention.{name}": getattr(given, name) for name in names}
@@ -360,11 +386,12 @@ def _attention(config: ModelConfig) -> dict[str, object]:
     if "swa" in config.pattern:
         found["attention.window"] = given.window
     sizes = config.attention_sizes
+    found["attention.scale"] = sizes.key_dim**-0.5 if given.scale is None else given.scale
     return found | {"attention_sizes": sizes, "attention.rope_dim": given.rope_dim or sizes.key_dim}
 
 
 # Fields that decide the function of every model.
 _ALWAYS = (
-    "vocab_size", "dim", "num_layers", "pattern", "caching", "ffn", "blocks", "norm", "embedding_norm", "positions",
+    "vocab_size", "dim", "num_layers", "pattern", "caching", "ffn", "blocks", "multipliers", "norm", "embedding_norm", "positions",
     "tie_embeddings", "norm_eps",
 )  # fmt: skip

@@ -3,6 +3,7 @@
 `Names` gives the peer's names of a tensor from its name inside a layer, such as "mlp.up_proj.weight".
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from atlasjax.interop.table import Index, Row
@@ -40,14 +41,16 @@ def mlp_rows(names: Names) -> list[Row]:
     ]
 
 
-def attention_rows(names: Names, config: ModelConfig, mixers: Sequence[str] = ("attention",)) -> list[Row]:
+def attention_rows(
+    names: Names, config: ModelConfig, mixers: Sequence[str] = ("attention",), inside: str = ""
+) -> list[Row]:
     """Layers of softmax attention. Consecutive heads of queries share keys and values, in our `inputs` too.
 
-    With a gate, `q_proj` has the queries of each head followed by their gate, and so has our `inputs`.
+    With a gate, `q_proj` has the queries of each head followed by their gate, and so has our `inputs`. inside: as for `rows_of`.
     """
     given, sizes = config.attention, config.attention_sizes
     queries = sizes.heads // sizes.kv_heads * (sizes.key_dim + (sizes.value_dim if given.gate else 0))
-    row = rows_of(names, mixers)
+    row = rows_of(names, mixers, inside)
     found = []
     for name, part in ranges({"q": queries, "k": sizes.key_dim, "v": sizes.value_dim}):
         found.append(row(f"{name}_proj.weight", "attention.inputs.kernel", "(h k) d -> d h k", (..., part)))
@@ -88,11 +91,49 @@ def gate_rows(names: Names, projection: str = "{}_proj") -> list[Row]:
     ]
 
 
-def rows_of(names: Names, mixers: Sequence[str]) -> Callable[..., Row]:
-    """Makes rows of layers with these mixers, from names inside the layer: the peer's, and ours inside the mixer."""
+def mamba2_rows(names: Names, config: ModelConfig, mixers: Sequence[str] = ("mamba2",), inside: str = "") -> list[Row]:
+    """Layers of Mamba-2. The rows of `in_proj` are z, x, B, C, Δ; the channels of `conv1d` x, B, C. inside: as for `rows_of`."""
+    inner, selection = config.ssm_inner, 2 * config.ssm.groups * config.ssm.state_dim
+    widths = (0, inner, inner, selection, inner // config.ssm.head_dim)
+    z, x, selected, step = itertools.pairwise(itertools.accumulate(widths))
+    mixed, chosen = (0, inner), (inner, inner + selection)
+    row = rows_of(names, mixers, inside)
+    found = [
+        row("in_proj.weight", "inputs.kernel", "i d -> d i", (ALL, 0), z),
+        row("in_proj.weight", "inputs.kernel", "i d -> d i", (ALL, 1), x),
+        row("in_proj.weight", "selection.kernel", "s d -> d s", rows=selected),
+        row("in_proj.weight", "step.kernel", "h d -> d h", rows=step),
+        row("conv1d.weight", "conv.kernel", "i (1) w -> w i", rows=mixed),
+        row("conv1d.weight", "selection_conv.kernel", "s (1) w -> w s", rows=chosen),
+        row("conv1d.bias", "conv_bias", "i -> i", rows=mixed),
+        row("conv1d.bias", "selection_bias", "s -> s", rows=chosen),
+        *(row(name, name, "h -> h") for name in ("dt_bias", "A_log", "D")),
+        row("out_proj.weight", "out.kernel", "d i -> i d"),
+    ]
+    return found if config.ssm.output_norm == "none" else [*found, row("norm.weight", "norm.scale", "i -> i")]
+
+
+MAMBA2_MATTERS = (
+    "ssm.state_dim", "ssm.head_dim", "ssm.groups", "ssm_inner", "ssm.output_norm", "ssm.least_step", "ssm.largest_step",
+    "conv_width",
+)  # fmt: skip
+"""`Family.matters` of Mamba-2."""
+
+
+def step_limit(config: ModelConfig) -> list[object]:
+    """The field time_step_limit of a model with Mamba-2, as transformers writes it."""
+    largest = config.ssm.largest_step
+    return [config.ssm.least_step, {"__float__": "Infinity"} if largest is None else largest]
+
+
+def rows_of(names: Names, mixers: Sequence[str], inside: str = "") -> Callable[..., Row]:
+    """Makes rows of layers with these mixers, from names inside the layer: the peer's, and ours inside the mixer.
+
+    inside: path of a part of the mixer to which the rows belong, with a dot at its end.
+    """
 
     def row(peer: str, ours: str, pattern: str, part: Index = (), rows: tuple[int, int] | None = None) -> Row:
-        return Row(names(peer), f"layers.mixer.{ours}", pattern, rows, part, mixers=tuple(mixers))
+        return Row(names(peer), f"layers.mixer.{inside}{ours}", pattern, rows, part, mixers=tuple(mixers))
 
     return row
 

@@ -1,11 +1,11 @@
 """Mamba and Mamba-2 as transformers and mamba_ssm write them (state-spaces/mamba-130m … 2.8b, mamba2-130m … 2.7b)."""
 
-import itertools
 import math
 from collections.abc import Callable, Mapping
 
+from atlasjax.interop import layers
 from atlasjax.interop.family import Family, Fields, Sizes
-from atlasjax.interop.layers import head_row, of_type
+from atlasjax.interop.layers import MAMBA2_MATTERS, head_row, of_type, step_limit
 from atlasjax.interop.table import Row
 from atlasjax.nn import ModelConfig, SSMConfig
 
@@ -21,6 +21,7 @@ def mamba_rows(config: ModelConfig) -> list[Row]:
     x, z = (0, inner), (inner, 2 * inner)
     return [
         *_around(config),
+        Row(_MIXER + "out_proj.weight", "layers.mixer.out.kernel", "d i -> i d"),
         Row(_PROJECTION, "layers.mixer.inputs.kernel", "i d -> d i", x, _FIRST),
         Row(_PROJECTION, "layers.mixer.inputs.kernel", "i d -> d i", z, _SECOND),
         Row(_CONV, "layers.mixer.conv.kernel", "i (1) w -> w i"),
@@ -34,27 +35,8 @@ def mamba_rows(config: ModelConfig) -> list[Row]:
 
 
 def mamba2_rows(config: ModelConfig) -> list[Row]:
-    """The table of Mamba-2. The rows of `in_proj` are z, x, B, C, Δ; the channels of `conv1d` x, B, C."""
-    inner = config.ssm.expand * config.dim
-    selection = 2 * config.ssm.groups * config.ssm.state_dim
-    heads = inner // config.ssm.head_dim
-    ends = (0, inner, 2 * inner, 2 * inner + selection, 2 * inner + selection + heads)
-    z, x, selected, step = itertools.pairwise(ends)
-    mixed, chosen = (0, inner), (inner, inner + selection)
-    same = lambda name: Row(_MIXER + name, f"layers.mixer.{name}", "h -> h")
-    return [
-        *_around(config),
-        Row(_PROJECTION, "layers.mixer.inputs.kernel", "i d -> d i", z, _FIRST),
-        Row(_PROJECTION, "layers.mixer.inputs.kernel", "i d -> d i", x, _SECOND),
-        Row(_PROJECTION, "layers.mixer.selection.kernel", "s d -> d s", selected),
-        Row(_PROJECTION, "layers.mixer.step.kernel", "h d -> d h", step),
-        Row(_CONV, "layers.mixer.conv.kernel", "i (1) w -> w i", mixed),
-        Row(_CONV, "layers.mixer.selection_conv.kernel", "s (1) w -> w s", chosen),
-        Row(_CONV_BIAS, "layers.mixer.conv_bias", "i -> i", mixed),
-        Row(_CONV_BIAS, "layers.mixer.selection_bias", "s -> s", chosen),
-        *map(same, ("dt_bias", "A_log", "D")),
-        Row(_MIXER + "norm.weight", "layers.mixer.norm.scale", "i -> i"),
-    ]
+    """The table of Mamba-2."""
+    return [*_around(config), *layers.mamba2_rows(lambda name: _MIXER + name, config)]
 
 
 def _around(config: ModelConfig) -> list[Row]:
@@ -64,7 +46,6 @@ def _around(config: ModelConfig) -> list[Row]:
         Row("backbone.norm_f.weight", "norm.scale", "d -> d"),
         head_row(config),
         Row(_LAYER + "norm.weight", "layers.mixer_norm.scale", "d -> d"),
-        Row(_MIXER + "out_proj.weight", "layers.mixer.out.kernel", "d i -> i d"),
     ]
 
 
@@ -101,18 +82,16 @@ def _mamba_from_transformers(given: Mapping[str, object], sizes: Sizes) -> Model
     return config
 
 
-_INFINITY = {"__float__": "Infinity"}
-_UNLIMITED = ([0.0, math.inf], [0.0, _INFINITY])
-
-
 def _mamba2_from_transformers(given: Mapping[str, object], sizes: Sizes) -> ModelConfig:
     fields = Fields(given, "Mamba-2", sizes)
-    fields.require("time_step_limit", *_UNLIMITED)
+    least, largest = fields.limits("time_step_limit")
     ssm = SSMConfig(
         state_dim=fields.integer("state_size", 128),
         expand=fields.integer("expand", 2),
         head_dim=fields.integer("head_dim", 64),
         groups=fields.integer("n_groups", 8),
+        least_step=least,
+        largest_step=largest,
     )
     config = _read_transformers(fields, "mamba2", ssm, tied=False)
     inner = ssm.expand * config.dim
@@ -129,7 +108,7 @@ def _to_transformers(config: ModelConfig) -> dict[str, object]:
         "hidden_size": config.dim,
         "num_hidden_layers": config.num_layers,
         "state_size": config.ssm.state_dim,
-        "expand": config.ssm.expand,
+        "expand": config.ssm_inner // config.dim,
         "conv_kernel": config.conv_width,
         "use_bias": False,
         "use_conv_bias": True,
@@ -155,8 +134,9 @@ def _mamba2_to_transformers(config: ModelConfig) -> dict[str, object]:
         "model_type": "mamba2",
         **_to_transformers(config),
         "head_dim": config.ssm.head_dim,
-        "num_heads": config.ssm.expand * config.dim // config.ssm.head_dim,
+        "num_heads": config.ssm_inner // config.ssm.head_dim,
         "n_groups": config.ssm.groups,
+        "time_step_limit": step_limit(config),
     }
 
 
@@ -215,8 +195,7 @@ def _is_mamba_ssm(layer: str) -> Callable[[Mapping[str, object]], bool]:
     return is_mine
 
 
-_MATTERS = ("ssm.state_dim", "ssm.expand", "conv_width")
-_MAMBA, _MAMBA2 = (*_MATTERS, "resolved_dt_rank"), (*_MATTERS, "ssm.head_dim", "ssm.groups")
+_MAMBA, _MAMBA2 = ("ssm.state_dim", "ssm.expand", "conv_width", "resolved_dt_rank"), MAMBA2_MATTERS
 MAMBA2_TRANSFORMERS = Family(
     "mamba2", ("mamba2",), of_type("mamba2"), _mamba2_from_transformers, _mamba2_to_transformers, mamba2_rows, _MAMBA2
 )  # fmt: skip

@@ -29,6 +29,8 @@ class Row:
       copy: the tensor repeats a parameter that another row has, and may be missing.
       first: number of the first layer that has the tensor. Our parameter of the layers before it has no effect and becomes zero.
       mixers: names of the mixers whose layers have the tensor. None: all layers.
+      numbers: for each of our layers, the number that takes the place of "{n}", or None if the layer has no such tensor. None: the
+        layer's own number.
     """
 
     peer: str | tuple[str, ...]
@@ -39,6 +41,7 @@ class Row:
     copy: bool = False
     first: int = 0
     mixers: tuple[str, ...] | None = None
+    numbers: tuple[int | None, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,16 +94,17 @@ def pieces(rows: Iterable[Row], config: ModelConfig, shapes: Mapping[str, tuple[
 
 
 def _places(row: Row, config: ModelConfig) -> Iterator[tuple[str, Index, int]]:
-    """(path, index of the layer in the stacked array, number of the layer) for each layer that has the row; once for a path outside
-    the layers."""
+    """(path, index of the layer in the stacked array, the peer's number of the layer) for each layer that has the row; once for a
+    path outside the layers."""
     if not row.ours.startswith("layers."):
         yield row.ours, (), 0
         return
     period = len(config.pattern)
     for n in range(config.num_layers):
-        if row.mixers is None or config.pattern[n % period] in row.mixers:
+        number = n if row.numbers is None else row.numbers[n]
+        if number is not None and (row.mixers is None or config.pattern[n % period] in row.mixers):
             inside = "layers." if period == 1 else f"layers.layer_{n % period}."
-            yield inside + row.ours.removeprefix("layers."), (n // period,), n
+            yield inside + row.ours.removeprefix("layers."), (n // period,), number
 
 
 def peer_shapes(found: Iterable[Piece]) -> dict[str, tuple[int, ...]]:

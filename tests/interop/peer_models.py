@@ -146,6 +146,57 @@ MODELS = {
          "fuse_norm": False, "norm_eps": 0.01, "intermediate_size": 40, "tie_word_embeddings": True},
         1, 6, 3,
     ),
+    "granitemoehybrid": (
+        "transformers", "GraniteMoeHybrid",
+        {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300,
+         "num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 40, "mamba_n_heads": 8, "mamba_d_state": 16,
+         "mamba_n_groups": 2, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+         "embedding_multiplier": 12.0, "logits_scaling": 3.0, "residual_multiplier": 0.22, "attention_multiplier": 0.3},
+        2, 131, 16,
+    ),
+    "granitemoehybrid, rotated": (
+        "transformers", "GraniteMoeHybrid",
+        {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "vocab_size": 257, "num_local_experts": 0,
+         "num_experts_per_tok": 0, "shared_intermediate_size": 40, "mamba_n_heads": 6, "mamba_d_state": 5, "mamba_d_conv": 3,
+         "layer_types": ["full_attention", "linear_attention"], "position_embedding_type": "rope", "tie_word_embeddings": True,
+         "rms_norm_eps": 0.001, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}},
+        3, 7, 16,
+    ),
+    "bamba": (
+        "transformers", "Bamba",
+        {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 300,
+         "intermediate_size": 40, "mamba_n_heads": 8, "mamba_d_state": 16, "mamba_n_groups": 2, "attn_layer_indices": [1]},
+        2, 131, 16,
+    ),
+    "falcon_h1": (
+        "transformers", "FalconH1",
+        {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+         "vocab_size": 300, "intermediate_size": 40, "mamba_d_ssm": 24, "mamba_n_heads": 3, "mamba_d_head": 8, "mamba_d_state": 16,
+         "attention_in_multiplier": 1.1, "attention_out_multiplier": 0.9, "key_multiplier": 0.7, "ssm_in_multiplier": 1.3,
+         "ssm_multipliers": [0.5, 0.6, 0.7, 0.8, 1.2], "ssm_out_multiplier": 0.4, "mlp_multipliers": [0.8, 0.3],
+         "embedding_multiplier": 5.0, "lm_head_multiplier": 0.04},
+        2, 131, 16,
+    ),
+    "falcon_h1, norm before the gate, groups": (
+        "transformers", "FalconH1",
+        {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 6,
+         "vocab_size": 257, "intermediate_size": 40, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 5,
+         "mamba_n_groups": 2, "mamba_rms_norm": True, "rms_norm_eps": 0.001, "tie_word_embeddings": True},
+        3, 7, 16,
+    ),
+    "nemotron_h": (
+        "transformers", "NemotronH",
+        {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12, "vocab_size": 300,
+         "intermediate_size": 40, "mamba_num_heads": 6, "mamba_head_dim": 8, "ssm_state_size": 16, "n_groups": 2,
+         "layers_block_type": ["linear_attention", "mlp", "linear_attention", "full_attention", "mlp"], "time_step_min": 1e-6},
+        2, 131, 16,
+    ),
+    "lfm2": (
+        "transformers", "Lfm2",
+        {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300,
+         "intermediate_size": 96, "block_multiple_of": 16, "layer_types": ["conv", "full_attention", "conv"]},
+        2, 131, 16,
+    ),
 }  # fmt: skip
 
 
@@ -213,7 +264,9 @@ def decode(model, tokens, more):
         if t >= len(following):
             greedy.append(out.logits[:, -1:].argmax(-1))
         token = greedy[-1] if greedy else following[t]
-        out = model(token, use_cache=True, **cache_of(model, out))
+        # Bamba gives a token of a call with a cache the position 0, unless the call says which it is (findings/bamba_positions.sh).
+        place = {"position_ids": torch.full(token.shape, first + t)} if model.config.model_type == "bamba" else {}
+        out = model(token, use_cache=True, **place, **cache_of(model, out))
         if not greedy:
             pieces.append(out.logits)
     return torch.cat(pieces, 1), torch.cat(greedy, 1)

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
+from tests.interop.hybrid_peers import HYBRIDS
+
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}
 
 
@@ -267,6 +269,7 @@ PEERS = {
          "gate_low_rank_dim": 6, "v_low_rank_dim": 3, "norm_eps": 1e-5, "norm_first": True, "fuse_norm": True, "attn": None},
         _rwkv7(),
     ),
+    **HYBRIDS,
 }  # fmt: skip
 
 

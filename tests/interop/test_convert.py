@@ -33,7 +33,8 @@ def files(folder):
         ("mamba2", "F32", 3), if_slow("mamba2 tied", "BF16", 1), ("mamba2 of mamba_ssm", "F16", 1), if_slow("mamba", "BF16", 2),
         ("mamba of mamba_ssm", "F32", 1), if_slow("gated_deltanet", "BF16", 2), ("delta_net", "F32", 1), ("gla", "F32", 1),
         ("gated_deltanet with attention", "F32", 1), ("olmo_hybrid", "F16", 1), ("qwen3_5 with images", "BF16", 2),
-        if_slow("qwen3_5", "F32", 1), ("rwkv7", "BF16", 2),
+        if_slow("qwen3_5", "F32", 1), ("rwkv7", "BF16", 2), ("granitemoehybrid", "BF16", 2), ("bamba", "F32", 1),
+        ("falcon_h1", "F16", 1), ("nemotron_h", "BF16", 2), ("lfm2", "F32", 1),
     ],
 )  # fmt: skip
 def test_round_trip_is_exact(tmp_path, name, dtype, count):
@@ -90,6 +91,11 @@ def test_the_dtype_of_activations(tmp_path, name, dtype, said, expected):
             "qwen3_5",
             "olmo_hybrid",
             "rwkv7",
+            "granitemoehybrid",
+            "bamba",
+            "falcon_h1",
+            "nemotron_h",
+            "lfm2",
         ],
         ["mamba2", "gated_deltanet", "delta_net", "gla", "qwen3_5", "rwkv7", "olmo_hybrid"],
     ),
