@@ -69,6 +69,9 @@ TABLE = pathlib.Path(__file__).parents[1] / "preset_sizes.json"
 # Architectures that need another number of layers: a pattern must divide it, and some parameters must remain for SwiGLU.
 _LAYERS: dict[tuple[str, str], int] = {
     ("gated-deltanet-h2", "tiny"): 3,
+    **dict.fromkeys(
+        (("granite-h", "1.3b"), ("nemotron-h", "1.3b"), ("lfm2", "1.3b")), 20
+    ),  # a multiple of their pattern
     ("gdn2-mac", "340m"): 22,
     ("rwkv7-mac", "340m"): 20,
     ("rwkv7-mac", "760m"): 21,
@@ -131,7 +134,8 @@ def _fields(changes: dict[str, Any], size_name: str, architecture: str | None = 
         persistent = 0 if "swa" in mixers else 4 if size_name == "tiny" else 16
         changes["attention"] = dataclasses.replace(size.attention, persistent_tokens=persistent)
     if mixers & {"mamba2", "mamba3", "log_linear_mamba2"}:
-        changes["ssm"] = SSMConfig(state_dim=_STATES.get((architecture or "", size_name), size.mamba2_state))
+        state = _STATES.get((architecture or "", size_name), size.mamba2_state)
+        changes["ssm"] = dataclasses.replace(changes.get("ssm", SSMConfig()), state_dim=state)
     if changes.get("positions") == "learned":
         changes["max_positions"] = size.max_positions
     layers = _LAYERS.get((architecture or "", size_name))
@@ -151,8 +155,8 @@ def _fit(fields: dict[str, Any], size: Size) -> ModelConfig:
         layers = 1 + round((size.parameters - counts[0]) / (counts[1] - counts[0]))
         return ModelConfig(**{**fields, "num_layers": max(1, layers)})
     least = ModelConfig(**fields, mlp_dim=size.width_step)
-    per_column = 2 * least.dim + 1 if least.ffn == "gelu" else 3 * least.dim
-    networks = least.num_layers
+    per_column = {"gelu": 2 * least.dim + 1, "relu2": 2 * least.dim}.get(least.network, 3 * least.dim)
+    networks = least.num_networks
     if (own := least.inner_loop) is not None:
         networks += own.layers_of(networks) * len(own.periods)
     per_step = per_column * networks * size.width_step
@@ -175,7 +179,7 @@ def fitted(architecture: str, size: str) -> ModelConfig:
 
 def fitted_field(config: ModelConfig) -> str:
     """The field that is fitted to the number of parameters."""
-    return "num_layers" if config.ffn == "none" else "mlp_dim"
+    return "num_layers" if config.network == "none" else "mlp_dim"
 
 
 def fitted_names() -> list[tuple[str, str]]:
@@ -274,7 +278,7 @@ def preset_names(size: str) -> list[str]:
 
 def has_memory(config: ModelConfig) -> bool:
     """Whether a layer of the model has the memory that `config.memory` describes."""
-    return not set(config.pattern).isdisjoint(BACKBONES.values())
+    return not set(config.mixers).isdisjoint(BACKBONES.values())
 
 
 def describe(config: ModelConfig, *, length: int | None = None) -> dict[str, int]:

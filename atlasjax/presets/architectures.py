@@ -15,8 +15,8 @@ from atlasjax.nn.config import (
 
 
 def pattern(mixer: str | tuple[str, ...]) -> tuple[str, ...]:
-    """The mixers of one repetition of the pattern, for a `ModelConfig.mixer`."""
-    return (mixer,) if isinstance(mixer, str) else mixer
+    """The mixers of one repetition of the pattern, for a `ModelConfig.mixer`; those in parallel one by one."""
+    return tuple(part for name in ((mixer,) if isinstance(mixer, str) else mixer) for part in name.split("+"))
 
 
 # The architectures at each of these sizes.
@@ -57,6 +57,19 @@ BASELINES: dict[str, dict[str, Any]] = {
     "log-linear": {"mixer": "log_linear"},
     "log-linear++": {"mixer": "log_linear_plus_plus"},
     "log-linear-mamba2": {"mixer": "log_linear_mamba2", "ffn": "none"},
+    # The layers of public hybrids, with their order in a short pattern and without their multipliers.
+    "granite-h": {"mixer": ("mamba2", "mamba2", "mamba2", "attention"), "attention": AttentionConfig(rope_theta=None)},
+    "falcon-h1": {"mixer": "mamba2+attention", "ssm": SSMConfig(output_norm="none")},
+    "nemotron-h": {
+        "mixer": ("mamba2", "mamba2", "mamba2", "attention"),
+        "ffn": ("relu2", "relu2", "none", "relu2"),
+        "attention": AttentionConfig(rope_theta=None),
+    },
+    "lfm2": {
+        "mixer": ("short_conv", "short_conv", "short_conv", "attention"),
+        "conv_width": 3,
+        "attention": AttentionConfig(qk_norm="head"),
+    },
     "lact": {"mixer": "lact", "attention": AttentionConfig(rope_theta=5e5, qk_norm="all")},
     "self-modifying-titans": {"mixer": "self_modifying_titans"},
     "hope": {"mixer": "self_modifying_titans", "inner_loop": (1, 2)},
