@@ -7,11 +7,11 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PyTree
 from numpy.typing import ArrayLike
 
 from atlasjax import check
+from atlasjax.generate.definition import Definition, split
 from atlasjax.generate.room import check_room
 from atlasjax.nn import LanguageModel
 
@@ -112,14 +112,14 @@ def read(
     if context is not None:
         context = context.with_room(model, max_length)
         max_length = context.max_length
-    graphdef, params = nnx.split(model, nnx.Param)
+    definition, params = split(model)
     # Rows of equal length are read together: a recurrent state would read padding as text.
     by_length = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))
     done = []
     for _, same in itertools.groupby(by_length, key=lambda row: len(prompts[row])):
         rows = list(same)
         cache = model.init_cache(len(rows), max_length) if context is None else copied(context.rows(rows).cache)
-        done.append(prefill(graphdef, params, np.stack([prompts[row] for row in rows]), cache))
+        done.append(prefill(definition, params, np.stack([prompts[row] for row in rows]), cache))
     logits, cache = done[0]
     if len(done) > 1:
         order = np.argsort(by_length)
@@ -182,11 +182,13 @@ def copied(cache: PyTree) -> PyTree:
     return jax.tree.map(jnp.copy, cache)
 
 
-def prefill(graphdef: nnx.GraphDef, params: PyTree, prompt: np.ndarray, cache: PyTree) -> tuple[jax.Array, PyTree]:
+def prefill(
+    definition: Definition, params: list[jax.Array], prompt: np.ndarray, cache: PyTree
+) -> tuple[jax.Array, PyTree]:
     """Reads a prompt into the cache, piece by piece.
 
     Args:
-      graphdef, params: `nnx.split(model, nnx.Param)`.
+      definition, params: of the model (`split`).
       prompt: int32 [batch, time].
       cache: the cache before the prompt. Its arrays are donated: they cannot be used again.
 
@@ -195,12 +197,14 @@ def prefill(graphdef: nnx.GraphDef, params: PyTree, prompt: np.ndarray, cache: P
     """
     logits = None
     for start in range(0, prompt.shape[1], _PREFILL_PIECE):
-        logits, cache = _extend(graphdef, params, jnp.asarray(prompt[:, start : start + _PREFILL_PIECE]), cache)
+        logits, cache = _extend(definition, params, prompt[:, start : start + _PREFILL_PIECE], cache)
     assert logits is not None
     return logits, cache
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
-def _extend(graphdef: nnx.GraphDef, params: PyTree, tokens: jax.Array, cache: PyTree) -> tuple[jax.Array, PyTree]:
-    logits, cache = nnx.merge(graphdef, params).extend(tokens, cache)
+def _extend(
+    definition: Definition, params: list[jax.Array], tokens: jax.Array, cache: PyTree
+) -> tuple[jax.Array, PyTree]:
+    logits, cache = definition.merge(params).extend(tokens, cache, last=True)
     return logits[:, -1], cache

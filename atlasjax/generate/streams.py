@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Array, Int
 from numpy.typing import ArrayLike
 
 from atlasjax import check
 from atlasjax.generate.context import Context, PyTree, copied, read, rows_of
+from atlasjax.generate.definition import Definition, split
 from atlasjax.generate.room import check_room
 from atlasjax.generate.sampling import SamplingConfig, sample
 from atlasjax.nn import LanguageModel
@@ -90,14 +90,14 @@ def stream(
         assert start is not None
         start = start.with_room(model, max_length)
         start = start.rows(np.repeat(np.arange(len(start.num_tokens)), num_samples))
-        graphdef, params = nnx.split(model, nnx.Param)
+        definition, params = split(model)
         # Donated below, while a context of the caller stays as it is.
         cache = start.cache if prompts is not None else copied(start.cache)
         logits, seen = start.logits, jnp.asarray(start.seen) if config.penalizes else None
         key = jax.random.key(seed)
         for first in range(0, num_tokens, block):
             tokens, logits, cache, seen = _decode(
-                graphdef, params, logits, cache, seen, key, first, config=config,
+                definition, params, logits, cache, seen, key, first, config=config,
                 length=min(block, num_tokens - first), vocab_size=vocab_size,
             )  # fmt: skip
             yield tokens
@@ -112,10 +112,10 @@ _Decoded = tuple[jax.Array, PyTree, jax.Array | None]  # logits, cache and the t
     jax.jit, static_argnums=0, static_argnames=("config", "length", "vocab_size"), donate_argnames="cache"
 )
 def _decode(
-    graphdef: nnx.GraphDef, params: PyTree, logits: jax.Array, cache: PyTree, seen: jax.Array | None, key: jax.Array,
+    definition: Definition, params: list[jax.Array], logits: jax.Array, cache: PyTree, seen: jax.Array | None, key: jax.Array,
     start: jax.Array, *, config: SamplingConfig, length: int, vocab_size: int | None,
 ) -> tuple[jax.Array, jax.Array, PyTree, jax.Array | None]:  # fmt: skip
-    model = nnx.merge(graphdef, params)
+    model = definition.merge(params)
     known = jnp.arange(logits.shape[-1]) < (logits.shape[-1] if vocab_size is None else vocab_size)
 
     def draw(carry: _Decoded, i: jax.Array) -> tuple[_Decoded, jax.Array]:

@@ -107,7 +107,11 @@ _product = _bilinear("matrix_product", _dot_general, ("form", "dtype", "precisio
 def dense(
     x: jax.Array, kernel: jax.Array, dtype: jnp.dtype | None = None, precision: Precision | None = None
 ) -> jax.Array:
-    """x [..., in] times kernel [in, *out] → [..., *out], in `dtype`. None: that of the arguments."""
+    """x [..., in] times kernel [in, *out] → [..., *out], in `dtype`. None: that of the arguments.
+
+    The kernel may be wider than x. It is rounded to x's dtype, except for 16-bit x on a CPU: those have no such products, so XLA
+    would write the rounded kernel, and then a float32 copy of it, at every call.
+    """
     dtype = jnp.dtype(jnp.result_type(x, kernel) if dtype is None else dtype)
     return _dense.bind(*vary_like((x, kernel)), dtype=dtype, precision=precision)
 
@@ -117,15 +121,24 @@ def _dense_numbers(x: Any) -> jax.lax.DotDimensionNumbers:
 
 
 def _rows_times(x: jax.Array, kernel: jax.Array, *, dtype: jnp.dtype, precision: Precision | None) -> jax.Array:
+    kernel = kernel.astype(x.dtype)
     return jax.lax.dot_general(x, kernel, _dense_numbers(x), precision=precision, preferred_element_type=dtype)
+
+
+def _rows_times_on_cpu(x: jax.Array, kernel: jax.Array, *, dtype: jnp.dtype, precision: Precision | None) -> jax.Array:
+    wide = wide_dtype(x.dtype)
+    y = _rows_times(x.astype(wide), kernel, dtype=wide_dtype(dtype), precision=precision)
+    return y.astype(dtype)
 
 
 def _dense_shape(x: Any, kernel: Any, *, dtype: jnp.dtype, precision: Precision | None) -> Any:
     options = {"precision": precision, "preferred_element_type": dtype, "out_sharding": None}
+    kernel = kernel.update(dtype=x.dtype)
     return jax.lax.dot_general_p.abstract_eval(x, kernel, dimension_numbers=_dense_numbers(x), **options)[0]
 
 
 def _of_inputs(d: jax.Array, x: Any, kernel: jax.Array, *, dtype: jnp.dtype, precision: Precision | None) -> jax.Array:
+    kernel = kernel.astype(x.aval.dtype)
     outputs = tuple(range(x.aval.ndim - 1, d.ndim)), tuple(range(1, kernel.ndim))
     given = jax.lax.dot_general(d, kernel, (outputs, ((), ())), precision=precision, preferred_element_type=dtype)
     return given.astype(x.aval.dtype)
@@ -139,6 +152,8 @@ def _of_kernel(d: jax.Array, x: jax.Array, kernel: Any, *, dtype: jnp.dtype, pre
 
 
 def _dense_batched(arrays: tuple[jax.Array, jax.Array], axes: tuple[Any, Any], **options: Any) -> tuple[jax.Array, int]:
+    if axes[1] is None:
+        return _dense.bind(jnp.moveaxis(arrays[0], axes[0], 0), arrays[1], **options), 0
     each: Any = functools.partial(_rows_times, **options)
     return jax.vmap(each, in_axes=axes)(*arrays), 0
 
@@ -146,3 +161,4 @@ def _dense_batched(arrays: tuple[jax.Array, jax.Array], axes: tuple[Any, Any], *
 _dense = _bilinear(
     "dense_product", _rows_times, ("dtype", "precision"), _dense_shape, (_of_inputs, _of_kernel), _dense_batched
 )
+mlir.register_lowering(_dense, mlir.lower_fun(_rows_times_on_cpu, multiple_results=False), platform="cpu")

@@ -103,7 +103,7 @@ class Linear(Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., fan_in] → [..., *out], in x's dtype."""
         check_floating("x", x, "Linear")
-        y = dense(x, self.kernel[...].astype(x.dtype))
+        y = dense(x, self.kernel[...], x.dtype)
         return y if self.bias is None else y + jnp.broadcast_to(self.bias[...].astype(x.dtype), y.shape)
 
 

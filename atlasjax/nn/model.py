@@ -185,7 +185,7 @@ class LanguageModel(Module):
     def logits(self, hidden: Float[Array, "*tokens dim"]) -> Float[Array, "*tokens vocab"]:
         """The head: [..., dim] → float32 [..., vocab_size]."""
         kernel = self.embedding[...].T if self.head is None else self.head.kernel[...]
-        return scaled(dense(hidden, kernel.astype(hidden.dtype), jnp.float32), self.config.multipliers.logits)
+        return scaled(dense(hidden, kernel, jnp.float32), self.config.multipliers.logits)
 
     def init_cache(self, batch_size: int, max_length: int | None = None) -> PyTree:
         """The cache before the first token: the mixers' states, every leaf [repetitions, batch, …].
@@ -210,7 +210,7 @@ class LanguageModel(Module):
         return cache if self.positions is None else PositionedCache(cache, jnp.zeros((1, batch_size), jnp.int32))
 
     def extend(
-        self, tokens: Int[Array, "batch time"], cache: PyTree
+        self, tokens: Int[Array, "batch time"], cache: PyTree, *, last: bool = False
     ) -> tuple[Float[Array, "batch time vocab"], PyTree]:
         """Reads the next tokens of a stream: any number of tokens for prefill, one for decoding.
 
@@ -219,9 +219,11 @@ class LanguageModel(Module):
         Args:
           tokens: integers [batch, time], time ≥ 1, as for `__call__`.
           cache: from `init_cache` or the previous `extend`.
+          last: whether only the logits after the last token are wanted, as of a prompt. With a large vocabulary the others are
+            much of the work.
 
         Returns:
-          logits float32 [batch, time, vocab_size], and the next cache, of the same size.
+          logits float32 [batch, time, vocab_size], with `last` [batch, 1, vocab_size]; and the next cache, of the same size.
 
         Raises:
           TypeError, ValueError: an argument has a wrong dtype or shape, a token is not in the vocabulary, or a mixer does
@@ -232,7 +234,9 @@ class LanguageModel(Module):
         _check_tokens(tokens, self.config.vocab_size, "extend")
         self._check_cache(cache, tokens.shape[0])
         parts = self._parts(tokens)
-        return self._extend_layers(tokens, cache) if parts is None else _compiled_extend(*parts, tokens, cache)
+        if parts is None:
+            return self._extend_layers(tokens, cache, last)
+        return _compiled_extend(*parts, tokens, cache, last)
 
     def _check_cache(self, cache: PyTree, batch: int) -> None:
         if self.positions is not None:
@@ -248,7 +252,7 @@ class LanguageModel(Module):
             cache = cache.layers
         check_cache(self.layers, cache, batch, "extend")
 
-    def _extend_layers(self, tokens: jax.Array, cache: PyTree) -> tuple[jax.Array, PyTree]:
+    def _extend_layers(self, tokens: jax.Array, cache: PyTree, last: bool) -> tuple[jax.Array, PyTree]:
         """`extend` after its checks."""
         graphdef, params = nnx.split(self.layers, nnx.Param)
 
@@ -277,7 +281,7 @@ class LanguageModel(Module):
             position = cache.position[0, :, None] + jnp.arange(time)[None]
             x, layers = run_all(self._embed(tokens, position), cache.layers)
             cache = PositionedCache(layers, cache.position + time)
-        return self._head(x), cache
+        return self._head(x[:, -1:] if last else x), cache
 
     def _parts(self, tokens: jax.Array) -> tuple[nnx.GraphDef, nnx.State] | None:
         """The static definition and the parameters, with which a call outside jit compiles itself.
@@ -349,11 +353,11 @@ def _compiled_run(
     return nnx.merge(graphdef, params)._run_layers(tokens, segment_ids, max_segments, dropout_keys)
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef",))
+@functools.partial(jax.jit, static_argnames=("graphdef", "last"))
 def _compiled_extend(
-    graphdef: nnx.GraphDef, params: nnx.State, tokens: jax.Array, cache: PyTree
+    graphdef: nnx.GraphDef, params: nnx.State, tokens: jax.Array, cache: PyTree, last: bool
 ) -> tuple[jax.Array, PyTree]:
-    return nnx.merge(graphdef, params)._extend_layers(tokens, cache)
+    return nnx.merge(graphdef, params)._extend_layers(tokens, cache, last)
 
 
 def _check_tokens(tokens: jax.Array, vocab_size: int, where: str) -> None:

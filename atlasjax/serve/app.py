@@ -296,7 +296,13 @@ class _Generation:
             await say(first)
         try:
             while isinstance(event := await _next(events, gone), requests.Piece):
-                await say(responses.piece(event.text))
+                # What came while the last event was sent is one event: under load, events cost more than tokens.
+                text = event.text
+                while not events.empty() and isinstance(event := events.get_nowait(), requests.Piece):
+                    text += event.text
+                await say(responses.piece(text))
+                if not isinstance(event, requests.Piece):
+                    break
             done = await self._finished(parsed, event)
             await say(responses.last(done.reason))
             if parsed.include_usage:

@@ -37,6 +37,7 @@ class Ticket:
         self._cancelled = False
         self._ends = float("inf") if request.seconds is None else time.monotonic() + request.seconds
         self._key = key_data(request.seed)
+        self._sampling = RowSampling.of([request.sampling], start.logits.shape[-1])
         self._slot: int | None = None
         self._context = start  # before the tokens in `_left`; while the text is in the slot, at its last copy
         self._left: list[int] = []
@@ -73,7 +74,7 @@ class Batcher:
         self._reading: collections.deque[Ticket] = collections.deque()
         self._in_slot: list[Ticket | None] = [None] * config.slots
         self._changed = threading.Condition()
-        self._idle_key = key_data(0)
+        self._idle_key, self._idle = key_data(0), RowSampling.of([_IDLE], model.config.vocab_size)
         self._closed: str | None = None
 
     @property
@@ -264,8 +265,9 @@ class Batcher:
     def _step(self) -> None:
         self._close_ranks()
         active = [ticket if ticket is not None and ticket._fed else None for ticket in self._in_slot]
-        rows = [self._row(ticket) for ticket in active]
-        tokens = self.slots.step(step_inputs(rows))
+        last = max(slot for slot, ticket in enumerate(active) if ticket is not None)
+        active = active[: self.slots.size_for(last + 1)]
+        tokens = self.slots.step(step_inputs([self._row(ticket) for ticket in active]))
         for ticket, token in zip(active, tokens.tolist(), strict=True):
             if ticket is None:
                 continue
@@ -280,12 +282,11 @@ class Batcher:
                 self._sampled(ticket, token)
 
     def _row(self, ticket: Ticket | None) -> SlotRow:
-        """The inputs of a slot for a step, see `step_inputs`. None: it takes none."""
-        width = self.model.config.vocab_size
+        """The inputs of a slot for a step, see `step_inputs`. None: it has no text."""
         if ticket is None:
-            return False, -1, 0, self._idle_key, RowSampling.of([_IDLE], width)
-        config, forced = (_IDLE, ticket._left[0]) if ticket._left else (ticket.request.sampling, -1)
-        return True, forced, len(ticket._tokens), ticket._key, RowSampling.of([config], width)
+            return -1, 0, self._idle_key, self._idle
+        forced, sampling = (ticket._left[0], self._idle) if ticket._left else (-1, ticket._sampling)
+        return forced, len(ticket._tokens), ticket._key, sampling
 
     def _sampled(self, ticket: Ticket, token: int) -> None:
         ticket._tokens.append(token)

@@ -8,12 +8,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxtyping import PyTree
 
 from atlasjax.generate import Context, RowSampling, sample_rows
 from atlasjax.generate.context import copied, prefill
+from atlasjax.generate.definition import Definition, split
 from atlasjax.generate.room import check_room
 from atlasjax.nn import LanguageModel
 
@@ -33,17 +33,16 @@ class SlotState(NamedTuple):
 
 
 class StepInputs(NamedTuple):
-    """One step of all slots.
+    """One step of slots, the first ones. All take it, also those that are not in use, for to leave the state of some as it is would
+    cost a copy of all.
 
     Attributes:
-      active: slots that take a step; the others stay as they are. bool [slots].
       forced: the token to read, or -1 to sample one. int32 [slots].
       position: number of tokens that were sampled before, int32 [slots]. With the key it decides what is drawn, as in `generate`.
       keys: data of each slot's PRNG key, uint32 [slots, …].
       sampling: how each slot samples.
     """
 
-    active: np.ndarray
     forced: np.ndarray
     position: np.ndarray
     keys: np.ndarray
@@ -68,7 +67,7 @@ class Slots:
 
     def __init__(self, model: LanguageModel, number: int, max_length: int, vocab_size: int):
         self.model, self.number, self.max_length, self._vocab_size = model, number, max_length, vocab_size
-        self._graphdef, self._params = nnx.split(model, nnx.Param)
+        self._definition, self._params = split(model)
         # All texts lie in one way on the devices, or what a program returns would be compiled for again when it is read.
         self._where = _where(self._params)
         if not isinstance(self._where, NamedSharding):
@@ -110,7 +109,7 @@ class Slots:
 
     def read(self, tokens: np.ndarray, cache: PyTree) -> tuple[jax.Array, PyTree]:
         """Reads a piece of one text, int32 [time]. Returns the logits of the next token [1, vocabulary], and the cache."""
-        return self._placed(prefill(self._graphdef, self._params, tokens[None], copied(cache)))
+        return self._placed(prefill(self._definition, self._params, tokens[None], copied(cache)))
 
     def put(self, slot: int, context: Context) -> None:
         """Puts a text into a slot."""
@@ -123,11 +122,13 @@ class Slots:
         return Context(row.cache, row.logits, np.array(row.seen), np.array([num_tokens], np.int32), self.max_length)
 
     def step(self, inputs: StepInputs) -> np.ndarray:
-        """Samples a token in each active slot, or takes the forced one, and reads it.
+        """Samples a token in the first slots, as many as the inputs have, or takes the forced one, and reads it.
 
-        Returns the tokens, int32 [slots]; tokens of slots that are not active have no meaning.
+        Returns the tokens, int32 [slots]. The number should be one of `size_for`, for each is a program.
         """
-        return self._step(inputs, self.size_for(int(np.flatnonzero(inputs.active).max(initial=0)) + 1))
+        tokens, state = _step(self._definition, self._params, self._state, inputs, vocab_size=self._vocab_size)
+        self._state = self._placed(state)
+        return np.asarray(tokens)
 
     def size_for(self, number: int) -> int:
         """Number of slots, the first ones, that a step takes if only the first `number` are active."""
@@ -138,20 +139,13 @@ class Slots:
         self.put(to, self.take(slot, 0))
 
     def compile(self, inputs: StepInputs, report: Callable[[str], None] = lambda doing: None) -> None:
-        """Compiles the steps of all sizes. No slot may be in use, for each reads a few tokens. report: is told what is compiled."""
-        # Slots that never had a text would otherwise stay at the start of a chunk, where a step costs more.
+        """Compiles the steps of all sizes. No slot may be in use, for each reads a few tokens.
+
+        inputs: of all slots. report: is told what is compiled.
+        """
         for number, size in enumerate(self._sizes, 1):
             report(f"compiling a step of {size} texts ({number} of {len(self._sizes)})")
-            self._step(inputs._replace(active=np.ones(self.number, bool)), size)
-
-    def _step(self, inputs: StepInputs, size: int) -> np.ndarray:
-        """A step of the first `size` slots."""
-        first = jax.tree.map(lambda x: x[:size], inputs)
-        found, state = _step(self._graphdef, self._params, self._state, first, vocab_size=self._vocab_size)
-        self._state = self._placed(state)
-        tokens = np.zeros(self.number, np.int32)
-        tokens[:size] = found
-        return tokens
+            self.step(jax.tree.map(lambda x, size=size: x[:size], inputs))
 
     def _placed(self, results: PyTree) -> PyTree:
         """The results of a program, placed as the texts are. With several devices XLA would choose another place."""
@@ -166,7 +160,7 @@ def _where(params: PyTree) -> jax.sharding.Sharding:
     return SingleDeviceSharding(next(iter(sharding.device_set)))
 
 
-SlotRow = tuple[bool, int, int, np.ndarray, RowSampling]  # active, forced, position, key and sampling of a slot
+SlotRow = tuple[int, int, np.ndarray, RowSampling]  # forced, position, key and sampling of a slot
 
 
 def key_data(seed: int) -> np.ndarray:
@@ -180,10 +174,10 @@ def key_data(seed: int) -> np.ndarray:
 
 
 def step_inputs(rows: Sequence[SlotRow]) -> StepInputs:
-    """Stacks (active, forced, position, key, sampling row) of all slots."""
-    active, forced, position, keys, sampling = zip(*rows, strict=True)
+    """Stacks (forced, position, key, sampling row) of slots."""
+    forced, position, keys, sampling = zip(*rows, strict=True)
     return StepInputs(
-        np.array(active), np.array(forced, np.int32), np.array(position, np.int32), np.stack(keys),
+        np.array(forced, np.int32), np.array(position, np.int32), np.stack(keys),
         RowSampling(*(np.concatenate(x) for x in zip(*sampling, strict=True))),
     )  # fmt: skip
 
@@ -204,10 +198,10 @@ def _take(state: SlotState, slot: jax.Array) -> SlotState:
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames="vocab_size", donate_argnums=2)
 def _step(
-    graphdef: nnx.GraphDef, params: PyTree, everything: SlotState, inputs: StepInputs, *, vocab_size: int
+    definition: Definition, params: list[jax.Array], everything: SlotState, inputs: StepInputs, *, vocab_size: int
 ) -> tuple[jax.Array, SlotState]:
     """A step of the first slots: as many as `inputs` has."""
-    size = len(inputs.active)
+    size = len(inputs.forced)
     cache = jax.tree.map(lambda x: x[:, :size], everything.cache)
     state = SlotState(everything.logits[:size], cache, everything.seen[:size])
     # A model may have more rows in its table than the tokenizer has tokens.
@@ -217,17 +211,14 @@ def _step(
     drawn = sample_rows(jnp.where(known, state.logits, -jnp.inf), keys, inputs.sampling, state.seen)
     tokens = jnp.where(inputs.forced >= 0, inputs.forced, drawn)
     seen = state.seen.at[jnp.arange(size), tokens].set(True)
-    logits, cache = nnx.merge(graphdef, params).extend(tokens[:, None], state.cache)
+    logits, cache = definition.merge(params).extend(tokens[:, None], state.cache)
 
-    def put(axis: int) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
-        """The new rows where they are active, before the other slots."""
-        shape = lambda x: inputs.active.reshape((1,) * axis + (-1,) + (1,) * (x.ndim - axis - 1))
-        return lambda new, old, all_: jax.lax.dynamic_update_slice_in_dim(
-            all_, jnp.where(shape(new), new, old), 0, axis
-        )
+    def put(axis: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
+        """The new rows before the other slots."""
+        return lambda new, all_: jax.lax.dynamic_update_slice_in_dim(all_, new, 0, axis)
 
     return tokens, SlotState(
-        put(0)(logits[:, -1].astype(jnp.float32), state.logits, everything.logits),
-        jax.tree.map(put(1), cache, state.cache, everything.cache),
-        put(0)(seen, state.seen, everything.seen),
+        put(0)(logits[:, -1].astype(jnp.float32), everything.logits),
+        jax.tree.map(put(1), cache, everything.cache),
+        put(0)(seen, everything.seen),
     )

@@ -134,6 +134,26 @@ def test_dense_over_mapped_axes(axes):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * float(jnp.abs(b).max()))
 
 
+@pytest.mark.parametrize("lead", [(), (3,)])
+def test_dense_of_16_bit_tokens_reads_a_float32_kernel_as_it_is_on_a_cpu(lead):
+    rng = np.random.default_rng(2)
+    x, kernel = jnp.asarray(rng.standard_normal((*lead, 4, 5)), jnp.bfloat16), jnp.asarray(rng.standard_normal((5, 6)))
+    kernel = kernel.astype(jnp.float32)
+    f = jax.jit((jax.vmap(dense, in_axes=(0, None, None)) if lead else dense), static_argnums=2)
+    exact = np.asarray(x, np.float32) @ np.asarray(kernel)
+    np.testing.assert_allclose(f(x, kernel, jnp.float32), exact, rtol=0, atol=1e-6 * np.abs(exact).max())
+    assert f(x, kernel, jnp.bfloat16).dtype == jnp.bfloat16
+    program = f.lower(x, kernel, jnp.bfloat16).as_text()
+    assert "tensor<5x6xbf16>" not in program
+    assert "tensor<5x6xbf16>" in f.trace(x, kernel, jnp.bfloat16).lower(lowering_platforms=("tpu",)).as_text()
+    by_x, by_kernel = jax.grad(lambda x, y: dense(x, y, jnp.float32).sum(), argnums=(0, 1))(x, kernel)
+    assert (by_x.dtype, by_kernel.dtype) == (jnp.bfloat16, jnp.float32)
+    rows = np.asarray(x, np.float32).reshape(-1, 5).sum(axis=0)
+    np.testing.assert_allclose(
+        by_kernel, np.broadcast_to(rows[:, None], (5, 6)), rtol=0, atol=2e-2 * np.abs(rows).max()
+    )
+
+
 def test_the_derivative_by_a_kernel_copies_no_token_in_transposed_order():
     """What `dense` is for. jax's own derivative has a copy with 24 outputs as rows, and the 64 tokens as columns."""
     x, kernel = jnp.ones((4, 16, 8)), jnp.ones((8, 24))
