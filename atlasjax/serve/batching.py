@@ -5,8 +5,9 @@
     while batcher.step():
         pass
 
-A request waits for a free slot. Its prompt is read in pieces of a few fixed lengths, one piece between two steps of the other
-texts, so that a long prompt does not stop them. What is left of the prompt, fewer tokens than the smallest piece, is read by the
+A request waits for a free slot. Its prompt is read in pieces of a few fixed lengths, no more tokens between two steps of the other
+texts than the longest piece has, so that a long prompt does not stop them. A prompt that begins as an earlier one goes on from a
+state that was kept (`Prefixes`). What is left of the prompt, fewer tokens than the smallest piece, is read by the
 steps that all texts take together. No program depends on the length of a text or on how it is sampled.
 """
 
@@ -23,33 +24,12 @@ from atlasjax.generate import Context, RowSampling, SamplingConfig, TextStream
 from atlasjax.generate.context import check_tokens
 from atlasjax.nn import LanguageModel
 from atlasjax.serve.limits import BatchConfig
+from atlasjax.serve.prefixes import Prefixes
 from atlasjax.serve.requests import ClosedError, Done, Event, Failed, Piece, QueueFullError, Request, Tokenizes
 from atlasjax.serve.slots import SlotRow, Slots, key_data, step_inputs
+from atlasjax.serve.tickets import Ticket
 
 _IDLE = SamplingConfig(temperature=0.0)
-
-
-class Ticket:
-    """A request that was submitted."""
-
-    def __init__(self, request: Request, on_event: Callable[[Event], None], stream: TextStream, start: Context):
-        self.request, self.on_event, self._stream = request, on_event, stream
-        self._cancelled = False
-        self._ends = float("inf") if request.seconds is None else time.monotonic() + request.seconds
-        self._key = key_data(request.seed)
-        self._sampling = RowSampling.of([request.sampling], start.logits.shape[-1])
-        self._slot: int | None = None
-        self._context = start  # before the tokens in `_left`; while the text is in the slot, at its last copy
-        self._left: list[int] = []
-        self._fed = False  # whether the text is in the slot
-        self._tokens: list[int] = []  # generated
-        self._text_length = 0
-        self._prompt_end: Context | None = None  # where the context goes on from if a stop string ends the text
-        self._done: Done | None = None  # what is said when the text has been read again without the stop string
-
-    def cancel(self) -> None:
-        """Gives the slot back before the next step. No event follows. May be called from any thread, and more than once."""
-        self._cancelled = True
 
 
 class Batcher:
@@ -71,9 +51,11 @@ class Batcher:
         self.end_tokens = frozenset(end_tokens)
         self.slots = Slots(model, config.slots, config.room, tokenizer.vocab_size)
         self._waiting: collections.deque[Ticket] = collections.deque()
-        self._reading: collections.deque[Ticket] = collections.deque()
+        self._reading: list[Ticket] = []
+        self._shortest_first = False
         self._in_slot: list[Ticket | None] = [None] * config.slots
         self._changed = threading.Condition()
+        self._prefixes = Prefixes(config.prefix_gigabytes * 1e9)
         self._idle_key, self._idle = key_data(0), RowSampling.of([_IDLE], model.config.vocab_size)
         self._closed: str | None = None
 
@@ -130,7 +112,7 @@ class Batcher:
             request, on_event, TextStream(self._tokenizer, prompt.tolist(), request.stop),
             dataclasses.replace(start, seen=seen),
         )  # fmt: skip
-        ticket._left = prompt.tolist()
+        ticket._left, ticket._prompt = prompt.tolist(), prompt.astype(np.int32)
         with self._changed:
             if self._closed is not None:
                 raise ClosedError(self._closed)
@@ -152,16 +134,11 @@ class Batcher:
             self._changed.notify_all()
 
     def step(self) -> bool:
-        """Reads one piece of a prompt, and takes one step of all texts. Returns whether there is more to do."""
+        """Reads pieces of prompts, and takes one step of all texts. Returns whether there is more to do."""
         # Before new texts are admitted, so that a slot that has become free is used in the same step.
         self._leave()
         self._admit()
-        if self._reading:
-            # One piece between two steps: a long prompt delays the other texts by a piece at most; and prompts take turns.
-            ticket = self._reading.popleft()
-            self._read_piece(ticket)
-            if not ticket._fed:
-                self._reading.append(ticket)
+        self._read_pieces()
         if any(ticket is not None and ticket._fed for ticket in self._in_slot):
             self._step()
         return bool(self._waiting) or self.num_active > 0
@@ -187,6 +164,7 @@ class Batcher:
         self.submit(request, lambda event: None)
         while self.step():
             pass
+        self._prefixes.clear()
         self.slots.compile(step_inputs([self._row(None)] * self.config.slots), report)
 
     def _leave(self) -> None:
@@ -223,23 +201,62 @@ class Batcher:
                     ticket._slot, self._in_slot[slot] = slot, ticket
                 self._reading.append(ticket)
 
-    def _read_piece(self, ticket: Ticket) -> None:
-        """Reads the next piece; if fewer tokens are left than the smallest one, puts the text into its slot."""
+    def _read_pieces(self) -> None:
+        """Reads prompts, together no more tokens than the longest piece has: one after the other, so that what waits for its first
+        token waits for few others, but the shortest first in every other piece, so that it does not wait for a long one."""
+        most = self.config.pieces[0]
+        while self._reading and most:
+            lengths = [len(ticket._left) for ticket in self._reading]
+            place = lengths.index(min(lengths)) if self._shortest_first else 0
+            ticket = self._reading.pop(place)
+            read = self._read_piece(ticket, most)
+            if not ticket._fed:
+                self._reading.insert(place, ticket)
+                if not read:
+                    return
+            most -= read
+            self._shortest_first = not self._shortest_first if read else self._shortest_first
+
+    def _read_piece(self, ticket: Ticket, most: int) -> int:
+        """Reads the next piece, if it has at most so many tokens. If fewer tokens are left than the smallest piece has,
+        puts the text into its slot. Returns the number of tokens that were read.
+        """
+        # What was generated, and what follows a context, is no beginning of a prompt.
+        tokens = ticket._prompt if ticket.request.context is None and ticket._done is None else None
+        end = self._go_on(ticket, tokens) if tokens is not None else len(ticket._left)
         left, context = ticket._left, ticket._context
-        piece = next((piece for piece in self.config.pieces if piece <= len(left)), None)
-        if piece is not None:
+        piece = next((piece for piece in self.config.pieces if piece <= end), 0)
+        if piece > most:
+            return 0
+        if piece:
             logits, cache = self.slots.read(np.array(left[:piece], np.int32), context.cache)
-            ticket._left = left[piece:]
+            left = ticket._left = left[piece:]
             ticket._context = dataclasses.replace(
                 context, logits=logits, cache=cache, num_tokens=context.num_tokens + np.int32(piece)
             )
-        if len(ticket._left) < self.config.pieces[-1]:
+            if tokens is not None and (piece == end or len(left) < self.config.pieces[-1]):
+                self._prefixes.keep(tokens[: len(tokens) - len(left)], ticket._context)
+        if len(left) < self.config.pieces[-1]:
             assert ticket._slot is not None
             self.slots.put(ticket._slot, ticket._context)
             # The rest of the prompt, shorter than the smallest piece, is read token by token in the common step.
             ticket._fed = True
             if not ticket._left:
                 self._all_read(ticket)
+        return piece
+
+    def _go_on(self, ticket: Ticket, tokens: np.ndarray) -> int:
+        """Takes the place of what another prompt has read since. Returns how many tokens to read until the prompt is over, or is no
+        longer the same as an earlier one."""
+        if ticket._branch is None:
+            ticket._branch = self._prefixes.shared(tokens)
+        at = len(tokens) - len(ticket._left)
+        if (found := self._prefixes.longest(tokens, at)) is not None:
+            ticket._context = dataclasses.replace(found, seen=ticket._context.seen)
+            at = int(found.num_tokens[0])
+            ticket._left = ticket._left[at - len(tokens) :] if at < len(tokens) else []
+        before = (ticket._branch - at) // self.config.pieces[-1] * self.config.pieces[-1]
+        return before if before > 0 else len(ticket._left)
 
     def _all_read(self, ticket: Ticket) -> None:
         """After the last token of a prompt, or of a text that is read again."""

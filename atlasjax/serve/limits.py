@@ -45,6 +45,7 @@ class BatchConfig:
       queue: most requests that wait for a slot.
       room: most tokens of a text, if a mixer of the model keeps every token. It has no effect on states of constant size.
       pieces: numbers of prompt tokens that are read at a time, in descending order.
+      prefix_gigabytes: most 10^9 bytes of states after common beginnings of prompts. 0: none are kept.
 
     Raises:
       ValueError: a number is out of range, or the pieces are not in descending order.
@@ -54,6 +55,7 @@ class BatchConfig:
     queue: int = 64
     room: int = 4096
     pieces: tuple[int, ...] = (256, 32, 4)
+    prefix_gigabytes: float = 0.25
 
     def __post_init__(self) -> None:
         for name, least in {"slots": 1, "queue": 0, "room": 1}.items():
@@ -61,6 +63,7 @@ class BatchConfig:
             check.require(check.is_integer(value, least), name, value, f"an integer, at least {least}")
         right = bool(self.pieces) and all(check.is_integer(piece, 1) for piece in self.pieces)
         right = right and all(a > b for a, b in itertools.pairwise(self.pieces))
+        check.number("BatchConfig", "prefix_gigabytes", self.prefix_gigabytes, least=0)
         check.require(right, "pieces", self.pieces, "positive integers in descending order")
 
 

@@ -17,6 +17,7 @@ from atlasjax.generate import SamplingConfig, context, generate
 from atlasjax.nn import AttentionConfig, LanguageModel, MemoryConfig, ModelConfig, logical_axes
 from atlasjax.nn.caching import CachingConfig
 from atlasjax.serve import BatchConfig, Batcher, ClosedError, Done, Failed, Piece, QueueFullError, Request
+from atlasjax.serve.prefixes import Prefixes
 from atlasjax.train import state as state_lib
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
@@ -183,13 +184,51 @@ def test_a_long_prompt_does_not_stop_the_others():
     """Between two pieces of the long prompt the short text gets a token."""
     short, long = [], []
     batcher().submit(Request(ids("a"), 6, SamplingConfig(0.0)), short.append)
-    batcher().submit(Request(ids("x" * 48), 1), long.append)
+    batcher().submit(Request(ids("x" * 56), 1), long.append)
     for step in range(6):  # the first token of each text is of its prompt
         batcher().step()
         assert (len(short), long) == (step, [])
     while batcher().step():
         pass
     done(long)
+
+
+def test_prompts_go_on_from_their_common_beginning(alone, monkeypatch):
+    """The second prompt with a beginning keeps the state after it, the third one goes on from there. Tokens are the same."""
+    text, config, seed = CASES[2]
+    served = Batcher(model(), Ascii(), SIZES)
+    read, lengths = served.slots.read, []
+    monkeypatch.setattr(served.slots, "read", lambda tokens, cache: lengths.append(len(tokens)) or read(tokens, cache))
+
+    def ask(prompt, *more):
+        events = []
+        lengths.clear()
+        served.submit(Request(ids(prompt), LENGTH, *more), events.append)
+        while served.step():
+            pass
+        return list(done(events).tokens), sum(lengths)
+
+    assert ask(text[:10] + "and the answer", config, seed)[1] == 24
+    assert ask(text, config, seed) == (alone[2], 18)
+    assert ask(text[:11] + "!?!?!?", config, seed)[1] == 6  # 10 of the 11 equal tokens: whole pieces
+    assert ask(text, config, seed) == (alone[2], 0)
+    assert ask(text[:10] + "and the answers", config, seed)[1] == 0  # and one by steps
+    served._prefixes = Prefixes(0)
+    assert ask(text, config, seed) == (alone[2], 18)
+
+
+def test_prefixes_are_forgotten_when_they_take_too_much():
+    one = context.read(model(), ids("ab")[None], max_length=64)
+    size = one.num_bytes + one.logits.nbytes
+    kept = Prefixes(2.5 * size)
+    texts = [ids(text) for text in ("ab", "cd", "ef")]
+    kept.keep(texts[0], one)
+    kept.keep(texts[1], one)
+    assert kept.longest(ids("abc"), 0) is one  # so the other one is the oldest
+    kept.keep(texts[2], one)
+    assert [kept.longest(text, 0) is not None for text in texts] == [True, False, True]
+    assert kept.longest(texts[0], 2) is None
+    assert [kept.shared(ids(text)) for text in ("abc", "abd", "abcd", "x")] == [0, 2, 3, 0]
 
 
 def test_a_cancelled_request_frees_its_slot_at_once():
@@ -266,7 +305,7 @@ def test_a_cache_of_segments_bounds_the_texts(room):
 def test_closed():
     """Whoever waits is told, and nobody waits any more."""
     other = copy.copy(batcher())  # its slots are those of the other tests
-    other._in_slot, other._waiting, other._reading = [None] * 3, collections.deque(), collections.deque()
+    other._in_slot, other._waiting, other._reading = [None] * 3, collections.deque(), []
     events = [[] for _ in range(4)]
     for said in events:
         other.submit(Request(ids("a"), 9), said.append)
