@@ -17,6 +17,9 @@ from atlasjax.generate.room import check_room
 from atlasjax.generate.sampling import SamplingConfig, sample
 from atlasjax.nn import LanguageModel
 
+# Tokens of a prompt, and of a text, up to which the loop that decodes also reads the prompt: a program less to compile.
+_SHORT_PROMPT, _SHORT_TEXT = 16, 512
+
 
 def generate(
     model: LanguageModel,
@@ -85,6 +88,12 @@ def stream(
     texts, tokens = ("num_samples", num_samples), ("num_tokens", num_tokens)
     check_room(model, texts, tokens, before=int(lengths.max()), rows=len(lengths), kept=block >= num_tokens)
 
+    def whole() -> Iterator[jax.Array]:
+        rows = np.repeat(np.stack(prompts or ()), num_samples, axis=0)
+        graphdef, params = nnx.split(model, nnx.Param)
+        options = {"config": config, "length": num_tokens, "vocab_size": vocab_size}
+        yield _continued(graphdef, params, rows, jax.random.key(seed), **options)
+
     def blocks() -> Iterator[jax.Array]:
         start = context if prompts is None else read(model, prompts, context=context, max_length=max_length)
         assert start is not None
@@ -102,7 +111,9 @@ def stream(
             )  # fmt: skip
             yield tokens
 
-    return blocks()  # a generator of its own, so that the checks above are made at once
+    is_short = len({*lengths}) == 1 and lengths[0] <= _SHORT_PROMPT and max_length <= _SHORT_TEXT
+    # Generators of their own, so that the checks above are made at once.
+    return whole() if context is None and block >= num_tokens and is_short else blocks()
 
 
 _Decoded = tuple[jax.Array, PyTree, jax.Array | None]  # logits, cache and the tokens that were seen
@@ -120,13 +131,45 @@ def _decode(
 
     def draw(carry: _Decoded, i: jax.Array) -> tuple[_Decoded, jax.Array]:
         logits, cache, seen = carry
-        logits = jnp.where(known, logits, -jnp.inf)
-        # One key per position in the text, so that the tokens do not depend on the block size.
-        token = sample(logits, jax.random.fold_in(key, i), config, seen)
-        if seen is not None:
-            seen = seen.at[jnp.arange(len(token)), token].set(True)
-        logits, cache = model.extend(token[:, None], cache)
-        return (logits[:, -1], cache, seen), token
+        return _append(model, _drawn(logits, seen, key, i, known, config), cache, seen)
 
     (logits, cache, seen), tokens = jax.lax.scan(draw, (logits, cache, seen), start + jnp.arange(length))
     return tokens.T, logits, cache, seen
+
+
+@functools.partial(jax.jit, static_argnums=0, static_argnames=("config", "length", "vocab_size"))
+def _continued(
+    graphdef: nnx.GraphDef, params: PyTree, prompt: jax.Array, key: jax.Array, *, config: SamplingConfig, length: int,
+    vocab_size: int | None,
+) -> jax.Array:  # fmt: skip
+    """The tokens of `_decode` after a prompt int32 [batch, time], which is read token by token by the same loop."""
+    model = nnx.merge(graphdef, params)
+    batch, before = prompt.shape
+    most = model.config.vocab_size
+    known = jnp.arange(most) < (most if vocab_size is None else vocab_size)
+    given = jnp.pad(prompt, ((0, 0), (0, length))).T
+
+    def draw(carry: _Decoded, x: tuple[jax.Array, jax.Array]) -> tuple[_Decoded, jax.Array]:
+        (logits, cache, seen), (i, given) = carry, x
+        return _append(model, jnp.where(i < 0, given, _drawn(logits, seen, key, i, known, config)), cache, seen)
+
+    seen = jnp.zeros((batch, most), bool) if config.penalizes else None
+    fresh = jnp.zeros((batch, most), jnp.float32), model.init_cache(batch, before + length), seen
+    return jax.lax.scan(draw, fresh, (jnp.arange(-before, length), given))[1][before:].T
+
+
+def _drawn(
+    logits: jax.Array, seen: jax.Array | None, key: jax.Array, i: jax.Array, known: jax.Array, config: SamplingConfig
+) -> jax.Array:
+    """The i-th token after the prompt, [batch]. One key per position in the text: tokens do not depend on the block size."""
+    return sample(jnp.where(known, logits, -jnp.inf), jax.random.fold_in(key, i), config, seen)
+
+
+def _append(
+    model: LanguageModel, token: jax.Array, cache: PyTree, seen: jax.Array | None
+) -> tuple[_Decoded, jax.Array]:
+    """What is known after one more token [batch], and that token."""
+    if seen is not None:
+        seen = seen.at[jnp.arange(len(token)), token].set(True)
+    logits, cache = model.extend(token[:, None], cache)
+    return (logits[:, -1], cache, seen), token
