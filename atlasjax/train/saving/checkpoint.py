@@ -90,6 +90,8 @@ class Checkpoints:
             registry.add(ocp.handlers.JsonHandler, checkpointable_name=name)
         context = ocp.Context()
         context.checkpointables.registry = registry
+        # Within one process, replicas that write a slice each gain nothing, and every slice is a program to compile.
+        context.array.saving.use_replica_parallel = jax.process_count() > 1
         if jax.process_count() > 1:
             context.async_options.timeout_secs = min(DEADLINE * 2**self.failures, LONGEST)
             # A barrier that one process has missed cannot be used again.
