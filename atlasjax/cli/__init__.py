@@ -2,13 +2,14 @@
 
 import contextlib
 import functools
+import gc
 import importlib
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from types import FrameType
+from types import FrameType, ModuleType
 
 import atlasjax
 from atlasjax import trusted
@@ -135,10 +136,9 @@ def _command(arguments: list[str]) -> int:
 
 def _run(command: str, arguments: list[str]) -> int:
     name = _MODULES.get(command, command)
-    options = importlib.import_module(f"atlasjax.cli.options.{name}")
     try:
-        request = options.read(arguments)
-        importlib.import_module(f"atlasjax.cli.{name}").run(request)
+        request = _imported(f"atlasjax.cli.options.{name}").read(arguments)
+        _imported(f"atlasjax.cli.{name}").run(request)
     except BrokenPipeError:
         raise
     except ConfigError as error:
@@ -156,6 +156,17 @@ def _run(command: str, arguments: list[str]) -> int:
     except SystemExit as exit_:  # from tyro, after printing help or for invalid arguments
         return exit_.code if isinstance(exit_.code, int) else USER_ERROR
     return 0
+
+
+def _imported(name: str) -> ModuleType:
+    """A module, imported without a search for garbage: there is none, and the search takes an eighth of the time."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return importlib.import_module(name)
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _fail(message: str, code: int) -> int:

@@ -1,7 +1,6 @@
 """The evaluations of a run: its own held-out text and its named texts, for the parameters and for their moving average."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 
 import jax
@@ -79,8 +78,9 @@ def evaluator(
       max_batches: number of batches of each. None: all.
       put: places a host batch on the devices.
     """
-    step = functools.cache(make_step)  # texts with the same bound share one compiled program
+    # Texts with the same bound share one compiled program.
+    steps = {bound: make_step(bound) for bound in dict.fromkeys(pipeline.max_segments for pipeline in data.values())}
     return lambda params: {
-        name: evaluate(step(pipeline.max_segments), params, pipeline, max_batches=max_batches, put=put)
+        name: evaluate(steps[pipeline.max_segments], params, pipeline, max_batches=max_batches, put=put)
         for name, pipeline in data.items()
     }

@@ -17,6 +17,9 @@ from atlasjax.train.state import TrainState
 from atlasjax.train.step import jit_train_step
 from atlasjax.train.trainable import select, trainable_mask
 
+# For a program that runs once: compiling it takes longer than running it. The numbers are the same.
+_ONCE = {"xla_backend_optimization_level": 1}
+
 
 @dataclasses.dataclass(frozen=True)
 class Learner:
@@ -60,6 +63,7 @@ class Learner:
         init = jax.jit(
             lambda key: state_lib.init_state(self.config.model, self.optimizer, key, self.trainable, ema=self.has_ema),
             out_shardings=self.shardings,
+            compiler_options=_ONCE if self.mesh.devices.flat[0].platform == "cpu" else None,
         )
         return init(jax.random.key(self.config.seed))
 

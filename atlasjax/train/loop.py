@@ -17,22 +17,20 @@ from atlasjax.distributed.processes import initialize
 from atlasjax.distributed.rendezvous import MissingProcessError
 from atlasjax.distributed.sharding import global_batch
 from atlasjax.evaluate.lm import LanguageModelResult
-from atlasjax.train import preflight, resume
+from atlasjax.train import ahead, preflight, resume
 from atlasjax.train import setup as setup_lib
 from atlasjax.train.config import HELD_OUT, TrainConfig, run_folder
 from atlasjax.train.errors import CheckpointError, Interrupted, NonFiniteError, ProcessDiedError, RunError, user_errors
-from atlasjax.train.evaluations import evaluator
 from atlasjax.train.reports import runtime_errors
 from atlasjax.train.reports.plot import plot_loss
 from atlasjax.train.reports.reporter import Reporter
 from atlasjax.train.reports.timing import seconds
 from atlasjax.train.saving import compiled_programs, lock, saves
 from atlasjax.train.saving.checkpoint import Checkpoints
-from atlasjax.train.saving.step_folders import check_path
+from atlasjax.train.saving.step_folders import check_path, complete_steps
 from atlasjax.train.setup import Setup
 from atlasjax.train.signals import StopSignals
 from atlasjax.train.state import TrainState
-from atlasjax.train.step import jit_eval_step
 from atlasjax.train.trainable import counted
 
 _ADVICE = "a lower optimizer.learning_rate, a longer optimizer.warmup_steps, a smaller optimizer.clip_norm, or model.dtype=float32"
@@ -107,6 +105,9 @@ def train(
             # A process that is late must not find the folder of checkpoints that an early one makes below: opening it is a
             # collective of all, once for each.
             multihost_utils.sync_global_devices("run prepared")
+        compiling = held.enter_context(ahead.Ahead())
+        done = max(complete_steps(run_dir / "checkpoints"), default=0)
+        steps = ahead.begin(setup, compiling, trains=done < config.steps)
         checkpoints = held.enter_context(Checkpoints(run_dir / "checkpoints", config.keep))
         data = iter(setup.train_data)
         state, resumed_from, notes = resume.first_state(setup, checkpoints, data)
@@ -115,7 +116,7 @@ def train(
                 on_start(resumed_from)
             _begin(setup, state, hosts, notes, changed if resumed_from else [])
         reporter = Reporter(config, setup.mesh, resumed_from, hosts)
-        run = _Run(setup, checkpoints, data, reporter, confirm, programs)
+        run = _Run(setup, steps, checkpoints, data, reporter, confirm, programs)
         signals.remember()
         with reporter:
             state = run.steps(state, resumed_from, signals, on_step)
@@ -175,20 +176,16 @@ class _Run:
     """The mutable part of a run, and what happens between steps."""
 
     def __init__(
-        self, setup: Setup, checkpoints: Checkpoints, data: BatchIterator, reporter: Reporter, confirm: Callable[[], None],
-        programs: compiled_programs.CompiledPrograms | None,
+        self, setup: Setup, steps: ahead.Programs, checkpoints: Checkpoints, data: BatchIterator, reporter: Reporter,
+        confirm: Callable[[], None], programs: compiled_programs.CompiledPrograms | None,
     ):  # fmt: skip
         self.setup, self.checkpoints, self.data, self.reporter = setup, checkpoints, data, reporter
         self.confirm, self.programs = confirm, programs
         self.config = setup.config
         self.results: dict[str, LanguageModelResult] = {}
         self.ema_results: dict[str, LanguageModelResult] = {}
-        self._train_step = setup.jit_step(setup.train_data.max_segments)
+        self._train_step, self._evaluated = steps
         self._put = functools.partial(global_batch, mesh=setup.mesh)
-        eval_step = lambda max_segments: jit_eval_step(
-            setup.graphdef, setup.shardings.params, setup.mesh, setup.tokenizer.bytes_per_token, max_segments=max_segments
-        )  # fmt: skip
-        self._evaluated = evaluator(setup.evaluation_data, eval_step, self.config.eval_batches, self._put)
 
     def steps(
         self, state: TrainState, first: int, signals: StopSignals, on_step: Callable[[int], None] | None

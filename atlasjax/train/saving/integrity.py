@@ -6,7 +6,7 @@ The storage format detects truncated files, but a flipped bit or a changed data 
 import functools
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypedDict
 
 import jax
@@ -45,6 +45,11 @@ def describe(state: PyTree, unchecked: frozenset[str] = frozenset()) -> Fingerpr
     sums, finite = jax.device_get(_fingerprint(state, unchecked))
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
     return {"finite": bool(finite), "sums": {path: int(value) for path, value in zip(paths, sums)}}
+
+
+def begin(compiled: Callable[..., object], state: "TrainState") -> None:
+    """Lets `compiled` (program, shapes …) begin to compile the program of `describe` for states of these shapes and shardings."""
+    compiled(_fingerprint, state, statistics(state))
 
 
 def statistics(state: "TrainState") -> frozenset[str]:
