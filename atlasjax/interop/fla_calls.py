@@ -26,7 +26,9 @@ class MemoryCall(NamedTuple):
       rule: the rule without bounds, which is the peer's recurrence.
       params: M_0 = 0 for each head of values; the ridge of MesaNet.
       state: the peer's `initial_state`, or None.
-      q: queries, scaled and, if asked for, normalized; [batch, time, heads, key_dim], as many heads as v has.
+      q: queries, scaled and, if asked for, normalized; [batch, time, heads, key_dim], as many heads as v has. Where a token has
+        several writes (`chunk_gated_delta_product`), time is that of the writes, and `mixers.delta_product.last_reads(y, n)` are
+        the outputs of tokens.
       k: keys, like q.
       v: values, [batch, time, heads, value_dim].
       gates: decays as factors, step sizes; float32.
@@ -44,7 +46,7 @@ class MemoryCall(NamedTuple):
 # Options that say how, not what, the peer computes.
 _IGNORED = {
     "output_final_state", "output_attentions", "chunk_size", "chunk_indices", "cu_seqlens_cpu", "disable_recompute", "safe_gate",
-    "lower_bound", "use_graph", "max_num_seqs", "max_CG_iteration",
+    "lower_bound", "use_graph", "max_num_seqs", "max_CG_iteration", "solve_tril_precision",
 }  # fmt: skip
 # Options that change the result: what to give in their place.
 _INSTEAD = {
@@ -86,9 +88,11 @@ def from_fla(name: str, *arguments: Arrays | None, **options: Any) -> MemoryCall
     where = f"interop.from_fla: {name}({', '.join(peer.arrays)})"
     given, others = _named(peer, arguments, {**peer.defaults, **options}, where)
     start = {name: others.pop(name) for name in axes_of(peer.states.axes) if others.get(name) is not None}
-    scale, normalized, value_first = (
-        others.pop(option, None) for option in ("scale", "use_qk_l2norm_in_kernel", "state_v_first")
+    scale, normalized, value_first, transposed = (
+        others.pop(option, None)
+        for option in ("scale", "use_qk_l2norm_in_kernel", "state_v_first", "transpose_state_layout")
     )
+    numbers = {name: others.pop(name) for name in peer.numbers if name in others}
     _check_others(others, where)
     check.number(where, "scale", scale, above=0, optional=True)
     sizes, tokens = _checked(peer, given, where)
@@ -100,14 +104,14 @@ def from_fla(name: str, *arguments: Arrays | None, **options: Any) -> MemoryCall
             tokens[name] = _prepared(x, bool(normalized), factor)
         if name not in ("q", "k", "v"):
             tokens[name] = tokens[name].astype(wide)
-    ours = peer.translate(tokens)
+    ours = peer.translate(tokens, **numbers)
     rule = ours.rule.unbounded()
     sized = {"num_heads": sizes["n"], "key_dim": sizes["k"], "value_dim": sizes["v"]}
     params = memory.init_params(rule, jax.random.key(0), **sized)._replace(**ours.params)
     state = None
     if start:
         state = memory.init_state(rule, params, batch_size=sizes["b"])
-        state = peer.states.ours(state, _checked_start(peer, start, sizes, bool(value_first), where))
+        state = peer.states.ours(state, _checked_start(peer, start, sizes, bool(value_first or transposed), where))
     q, k, v = ({**tokens, **ours.changed}[name] for name in ("q", "k", "v"))
     return MemoryCall(rule, params, state, q, k, v, ours.gates)
 
@@ -115,7 +119,8 @@ def from_fla(name: str, *arguments: Arrays | None, **options: Any) -> MemoryCall
 def to_fla_state(name: str, state: State, *, state_v_first: bool = False) -> PyTree:
     """The peer's final state of our state: S = Wᵀ, [batch, heads, key_dim, value_dim].
 
-    With momentum it is [2, …], S and the momentum. Of MesaNet it is the pair h_kk, h_kv.
+    With momentum it is [2, …], S and the momentum. Of MesaNet it is the pair h_kk, h_kv. The curvature of preconditioned rules is
+    not in the state: `mixers.curvature.preconditioned_keys` gives it.
 
     Args:
       name: the function, as in `from_fla`.

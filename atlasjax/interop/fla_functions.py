@@ -15,8 +15,12 @@ from atlasjax import rules
 from atlasjax.memory import Gates
 from atlasjax.memory.products import wide_dtype
 from atlasjax.memory.rule import Rule
+from atlasjax.mixers.curvature import CENTER, preconditioned_keys
+from atlasjax.mixers.delta_product import interleaved
 
-AXES = {"b": "batch", "t": "time", "h": "heads", "n": "value heads", "k": "key_dim", "v": "value_dim"}
+AXES = {
+    "b": "batch", "t": "time", "r": "time * num_householder", "h": "heads", "n": "value heads", "k": "key_dim", "v": "value_dim",
+}  # fmt: skip
 Given = dict[str, jax.Array]
 
 
@@ -72,12 +76,15 @@ class Peer:
         that may be missing.
       translate: its arrays, by its names → the call in our terms.
       defaults: its options whose defaults are not those of most functions; a scale of None is key_dim^{−1/2}.
+      states: its states.
+      numbers: its options that `translate` takes as keywords, with the peer's defaults.
     """
 
     axes: str
-    translate: Callable[[Given], Ours]
+    translate: Callable[..., Ours]
     defaults: Mapping[str, object] = dataclasses.field(default_factory=dict)
     states: States = _MATRIX
+    numbers: tuple[str, ...] = ()
 
     @property
     def arrays(self) -> dict[str, str]:
@@ -147,6 +154,34 @@ def _gdn2(given: Given) -> Ours:
     return Ours(rules.gdn2(), Gates(jnp.exp(given["g"]), step_size=_ones(given), removal_key=read_key), {"v": v})
 
 
+def _preconditioned(given: Given, x: float = 1.5, eps: float = 1e-6) -> Ours:
+    """PGDN, or PKDA with decays for each channel: both read at k, and write at keys that the curvature scales."""
+    _no_value_decays(given)
+    if eps != 1e-6:
+        raise ValueError(f"interop.from_fla: eps is {eps}; it should be 1e-6.")
+    keys, _ = preconditioned_keys(
+        given["k"], given["beta_atk"], jnp.exp(given["g_atk"]), given.get("log_atk_scale", CENTER),
+        state=given.get("initial_A_state"), largest=x,
+    )  # fmt: skip
+    plain, read_key = _gated_delta_rule(given), given["k"].astype(wide_dtype(given["k"].dtype))
+    has_channels = "gk" in given or given["g"].ndim == 4
+    rule = rules.pkda() if has_channels else rules.pgdn()
+    return Ours(rule, plain.gates._replace(removal_key=read_key), {"k": keys})
+
+
+def _delta_product(given: Given, num_householder: int | None = None) -> Ours:
+    tokens, (batch, rows) = given["q"].shape[1], given["k"].shape[:2]
+    writes = rows // tokens if num_householder is None else num_householder
+    if rows != tokens * writes or not writes:
+        should = "a multiple of it" if num_householder is None else f"num_householder={writes} times as many"
+        raise ValueError(f"interop.from_fla: q has {tokens} tokens and k has {rows}, should be {should}.")
+    of_writes = lambda x: x.reshape(batch, tokens, writes, *x.shape[2:])
+    gates = Gates(jnp.exp(given["g"]) if "g" in given else None, of_writes(given["beta"]))
+    q, k, v, gates, _ = interleaved(given["q"], of_writes(given["k"]), of_writes(given["v"]), gates)
+    rule = rules.gated_delta_rule() if "g" in given else rules.delta_rule()
+    return Ours(rule, gates, {"q": q, "k": k, "v": v})
+
+
 def _momentum_delta(given: Given) -> Ours:
     if "p" in given:
         raise ValueError("interop.from_fla: p is given; it should be None: the rule takes its errors at k.")
@@ -198,6 +233,12 @@ _GATED = Peer(f"{_GROUPED} g=btn- beta=btn", _gated_delta_rule)
 _RECURRENT_GATED = Peer(f"{_GROUPED} g=btn-? gk=btnk-? gv=btnv-? beta=btn?", _gated_delta_rule)
 _KDA = Peer(f"{_GROUPED} g=btnk- beta=btn", _kda)
 _GDN2 = Peer(f"{_QKV} g=bthk- b=bthk w=bthv", _gdn2)
+# The curvature of keys is no state of the rule: `preconditioned_keys` gives the last one, the peer's third result.
+_CURVATURE = "initial_A_state=bhk? log_atk_scale=h?"
+_preconditioned_peer = lambda axes: Peer(
+    f"{axes} {_CURVATURE}", _preconditioned, {"use_qk_l2norm_in_kernel": True}, numbers=("x", "eps")
+)
+_PKDA = _preconditioned_peer(f"{_QKV} g=bthk- g_atk=bth- beta_atk=bth beta=bth")
 _MOMENTUM_DELTA = Peer(
     f"{_QKV} log_alpha=bth- log_mu=bth- p=bthk? beta=bth? eta=bth?", _momentum_delta,
     {"use_qk_l2norm_in_kernel": True, "use_p_times_alpha": True}, _MOMENTUM,
@@ -231,6 +272,15 @@ PEERS: Mapping[str, Peer] = {
     "fused_recurrent_comba": Peer("q=bthk k=bthk p=bthk v=btnv g=btn- beta=btn?", _comba),
     "chunk_gdn2": _GDN2,
     "fused_recurrent_gdn2": _GDN2,
+    "chunk_precond_gated_delta_rule": _preconditioned_peer(f"{_GROUPED} g_atk=bth- g=btn- beta_atk=bth beta=btn"),
+    "fused_recurrent_precond_gated_delta_rule": _preconditioned_peer(
+        f"{_GROUPED} g=btn-? gk=btnk-? gv=btnv-? beta=btn? g_atk=bth- beta_atk=bth"
+    ),
+    "chunk_precond_kda": _PKDA,
+    "fused_recurrent_precond_kda": _PKDA,
+    "chunk_gated_delta_product": Peer(
+        "q=bthk k=brhk v=brhv g=bth-? beta=brh", _delta_product, numbers=("num_householder",)
+    ),
     "chunk_momentum_delta_rule": _MOMENTUM_DELTA,
     "fused_recurrent_momentum_delta_rule": _MOMENTUM_DELTA,
     "chunk_mesa_net": Peer(f"{_QKV} g=bth- beta=bth lamb=hk", _mesa, {"scale": 1.0}, _SUMS),

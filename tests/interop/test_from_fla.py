@@ -11,6 +11,7 @@ import pytest
 from atlasjax import memory
 from atlasjax.interop import from_fla, to_fla_state
 from atlasjax.interop.fla_functions import PEERS, axes_of
+from atlasjax.mixers.delta_product import last_reads
 
 try:
     from tests.interop.fla_naive import close, heads_first, naive, torch
@@ -21,7 +22,8 @@ except pytest.skip.Exception:  # most tests need it, the refusals do not
 needs_fla = pytest.mark.skipif(not HAS_FLA, reason="needs the extra 'oracle' (torch, fla-core)")
 pytestmark = pytest.mark.usefixtures("compile_fast")
 
-SIZES = {"b": 2, "t": 21, "h": 2, "n": 4, "k": 4, "v": 6}
+WRITES = 3  # for each token, where there are several
+SIZES = {"b": 2, "t": 21, "r": 21 * WRITES, "h": 2, "n": 4, "k": 4, "v": 6}
 
 
 def grouped(function):
@@ -81,6 +83,25 @@ def gdn2(q, k, v, g, b, w, **options):
     return naive("gdn2").naive_recurrent_gdn2(q, k, v, g, b, w, **options)
 
 
+def pgdn(q, k, v, g_atk, g, beta_atk, beta, **options):
+    """Its slow form normalizes q and k."""
+    call = naive("precond_gated_delta_rule").naive_recurrent_precond_gated_delta_rule
+    return call(q, k, v, g_atk, g, beta_atk, beta, **options)[:2]
+
+
+def pgdn_by_kernel(q, k, v, g, beta, g_atk, beta_atk, **options):
+    return pgdn(q, k, v, g_atk, g, beta_atk, beta, **options)
+
+
+def pkda(*arrays, **options):
+    return naive("precond_kda").naive_recurrent_precond_kda(*arrays, **options)[:2]
+
+
+def delta_product(q, k, v, g, beta, **options):
+    call = naive("gated_delta_product").naive_recurrent_gated_delta_product
+    return call(q, k, v, g, beta, q.shape[-1] ** -0.5, num_householder=WRITES, **options)
+
+
 def momentum(q, k, v, log_alpha, log_mu, beta, eta, initial_state, output_final_state):
     p = k * log_alpha.exp()[..., None]
     S, M = initial_state
@@ -132,6 +153,10 @@ CASES = {
     "chunk_comba": (comba, {}),
     "fused_recurrent_comba": (lambda q, k, p, v, *gates, **options: comba(q, k, v, p, *gates, **options), {}),
     "chunk_gdn2": (gdn2, {}),
+    "chunk_precond_gated_delta_rule": (pgdn, {}),
+    "fused_recurrent_precond_gated_delta_rule": (pgdn_by_kernel, {"gk": None, "gv": None}),
+    "fused_recurrent_precond_kda": (functools.partial(pkda, x=1.8), {"use_qk_l2norm_in_kernel": False, "x": 1.8}),
+    "chunk_gated_delta_product": (delta_product, {"num_householder": WRITES}),
     "chunk_momentum_delta_rule": (momentum, {"p": None, "use_qk_l2norm_in_kernel": False}),
     "chunk_mesa_net": (mesa, {}),
     "chunk_rwkv7": (functools.partial(rwkv7, scale=1), {}),
@@ -140,7 +165,8 @@ CASES = {
     "chunk_dplr_delta_rule": (dplr, {}),
     "chunk_iplr_delta_rule": (iplr, {}),
 }
-WITH_GRADIENTS = ("chunk_kda", "chunk_momentum_delta_rule", "chunk_rwkv7")
+WITH_GRADIENTS = ("chunk_kda", "chunk_momentum_delta_rule", "chunk_rwkv7", "chunk_precond_gated_delta_rule")
+CURVATURE = ("initial_A_state", "log_atk_scale")  # options of the peer that are arrays here
 
 
 def inputs(name, leave_out=()):
@@ -155,7 +181,7 @@ def inputs(name, leave_out=()):
             x = np.log(rng.uniform(0.6, 1.0, shape))
         elif array == "lamb":
             x = rng.uniform(0.5, 1.0, shape)
-        elif array in ("beta", "eta", "b", "w") or (array == "a" and "kk" in found):
+        elif array in ("beta", "beta_atk", "initial_A_state", "eta", "b", "w") or (array == "a" and "kk" in found):
             x = rng.uniform(0.1, 0.9, shape)
         else:
             x = rng.normal(size=shape)
@@ -169,7 +195,7 @@ def inputs(name, leave_out=()):
 
 def states_of(name):
     """States before a call, by the names of the function's arguments."""
-    heads = "n" if "n" in PEERS[name].axes else "h"
+    heads = "n" if any("n" in axes for axes in PEERS[name].arrays.values()) else "h"
     found = {}
     for argument, axes in axes_of(PEERS[name].states.axes).items():
         x = np.random.default_rng(1).normal(
@@ -185,11 +211,14 @@ def test_values_states_and_gradients(name):
     theirs, options = CASES[name]
     arrays, start, differentiated = inputs(name, options), states_of(name), name in WITH_GRADIENTS
     tensors = {key: torch.tensor(x, requires_grad=differentiated) for key, x in (arrays | start).items()}
-    given = [tensors[key] for key in arrays]
-    expected, final = theirs(*given, **{key: tensors[key] for key in start}, output_final_state=True)
+    given = [tensors[key] for key in arrays if key not in CURVATURE]
+    named = {key: tensors[key] for key in (*start, *CURVATURE) if key in tensors}
+    expected, final = theirs(*given, **named, output_final_state=True)
 
     def ours(arrays):
         y, state = memory.scan(*from_fla(name, **arrays, **options))
+        if "num_householder" in options:
+            y = last_reads(y, WRITES)
         S = to_fla_state(name, state)
         return jnp.sum(y**2) + sum(jnp.sum(x**2) for x in jax.tree.leaves(S)), (y, S)
 
@@ -262,6 +291,9 @@ def test_missing_gates_are_ones():
         ("fused_recurrent_gla", {"gv": np.zeros((2, 21, 2, 6), np.float32)}, "gv is given"),
         ("chunk_momentum_delta_rule", {"p": np.zeros((2, 21, 2, 4), np.float32)}, "p is given; it should be None"),
         ("chunk_momentum_delta_rule", {"use_p_times_alpha": False}, "use_p_times_alpha is False; it should be True"),
+        ("chunk_precond_kda", {"eps": 1e-3}, "eps is 0.001; it should be 1e-6"),
+        ("chunk_precond_kda", {"x": 3.0}, "largest"),
+        ("chunk_gated_delta_product", {"num_householder": 2}, "q has 21 tokens and k has 63, should be num_householder=2 times"),
         ("chunk_rwkv7", {"a": np.zeros((2, 21, 2, 4), np.float32)}, "b is not 0 where a is"),
     ],
 )  # fmt: skip
