@@ -90,9 +90,9 @@ def stream(
 
     def whole() -> Iterator[jax.Array]:
         rows = np.repeat(np.stack(prompts or ()), num_samples, axis=0)
-        graphdef, params = nnx.split(model, nnx.Param)
+        definition, params = split(model)
         options = {"config": config, "length": num_tokens, "vocab_size": vocab_size}
-        yield _continued(graphdef, params, rows, jax.random.key(seed), **options)
+        yield _continued(definition, params, rows, jax.random.key(seed), **options)
 
     def blocks() -> Iterator[jax.Array]:
         start = context if prompts is None else read(model, prompts, context=context, max_length=max_length)
@@ -139,11 +139,11 @@ def _decode(
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames=("config", "length", "vocab_size"))
 def _continued(
-    graphdef: nnx.GraphDef, params: PyTree, prompt: jax.Array, key: jax.Array, *, config: SamplingConfig, length: int,
+    definition: Definition, params: list[jax.Array], prompt: jax.Array, key: jax.Array, *, config: SamplingConfig, length: int,
     vocab_size: int | None,
 ) -> jax.Array:  # fmt: skip
     """The tokens of `_decode` after a prompt int32 [batch, time], which is read token by token by the same loop."""
-    model = nnx.merge(graphdef, params)
+    model = definition.merge(params)
     batch, before = prompt.shape
     most = model.config.vocab_size
     known = jnp.arange(most) < (most if vocab_size is None else vocab_size)
