@@ -50,7 +50,29 @@ PUBLIC: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ),
     ("OLMo-Hybrid (7B)", "olmo_hybrid", {}),
     ("RWKV-7", "rwkv7", {"hidden_size": 2048, "head_dim": 64}),
-)
+    (
+        "Granite 4.0",
+        "granitemoehybrid",
+        {
+            "hidden_size": 768, "num_attention_heads": 12, "num_key_value_heads": 4, "num_hidden_layers": 2, "num_local_experts": 0,
+            "layer_types": ["linear_attention", "full_attention"], "mamba_n_heads": 48, "mamba_d_state": 128,
+            "shared_intermediate_size": 2048, "tie_word_embeddings": True,
+        },
+    ),
+    (
+        "Falcon-H1",
+        "falcon_h1",
+        {"hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "mamba_d_ssm": 1536,
+         "mamba_n_heads": 24, "mamba_d_state": 128, "intermediate_size": 2048},
+    ),
+    (
+        "Nemotron-H",
+        "nemotron_h",
+        {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"], "num_hidden_layers": 4},
+    ),
+    ("LFM2", "lfm2", {"hidden_size": 1024, "num_attention_heads": 16, "full_attn_idxs": [2], "num_hidden_layers": 3}),
+    ("Bamba", "bamba", {"attn_layer_indices": [1], "num_hidden_layers": 2, "intermediate_size": 14336}),
+)  # fmt: skip
 
 
 def weights_tensors() -> str:

@@ -159,7 +159,10 @@ def test_overrides_reach_the_rule():
         (lambda: ModelConfig(melodi=InfiniConfig()), ["melodi", "MelodiConfig"]),
         (lambda: ModelConfig(gam={"slots": 3}), ["gam", "GAMConfig"]),
         (lambda: ModelConfig(value_expansion=0), ["value_expansion", "0"]),
-        (lambda: ModelConfig(ffn="relu"), ["ffn", "'swiglu' or 'gelu' or 'channel_mixing' or 'none'", "'relu'"]),
+        (
+            lambda: ModelConfig(ffn="relu"),
+            ["ffn", "'swiglu' or 'gelu' or 'relu2' or 'channel_mixing' or 'none'", "'relu'"],
+        ),
         (lambda: ModelConfig(block="bare"), ["block='bare'", "ffn='none'", "'swiglu'"]),
         (lambda: ModelConfig(block="norm"), ["block", "'pre_norm' or 'post_norm' or 'bare'", "'norm'"]),
         (lambda: ModelConfig(block=("pre_norm",) * 2), ["block", "for 2 layers", "the 1 of the pattern"]),
