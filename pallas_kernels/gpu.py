@@ -60,4 +60,4 @@ def call(
     write, because a load of a state could come before the iteration that writes it.
     """
     options |= {} if interpret else {"compiler_params": triton.CompilerParams(num_warps=warps, num_stages=stages)}
-    return pallas_call(kernel, interpret=interpret, **options)
+    return pallas_call(kernel, implementation="pallas_gpu", interpret=interpret, **options)

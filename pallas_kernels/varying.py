@@ -11,6 +11,9 @@ import jax
 from jax.experimental import pallas as pl
 from jax.sharding import ManualAxisType
 
+from pallas_kernels.arguments import Interpret
+from pallas_kernels.platforms import only_on_own_platform
+
 Tree = TypeVar("Tree")
 
 
@@ -31,14 +34,17 @@ def vary_like(tree: Tree, *others: object) -> Tree:
 
 
 def pallas_call(
-    kernel: Callable[..., None], out_shape: Sequence[jax.ShapeDtypeStruct], **options: Any
-) -> Callable[..., list[jax.Array]]:
-    """`pl.pallas_call`, also inside shard_map."""
+    kernel: Callable[..., None], out_shape: Sequence[jax.ShapeDtypeStruct], *, implementation: str = "pallas_tpu",
+    interpret: Interpret = False, **options: Any,
+) -> Callable[..., list[jax.Array]]:  # fmt: skip
+    """`pl.pallas_call`, also inside shard_map. Compiled for a platform that is not that of the implementation it is refused."""
 
     def call(*arrays: jax.Array) -> list[jax.Array]:
         arrays = vary_like(arrays)
+        if not interpret:
+            arrays = (only_on_own_platform(arrays[0], implementation), *arrays[1:])
         varying = ManualAxisType(varying=_axes(arrays[0]))
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=varying) for x in out_shape]
-        return pl.pallas_call(kernel, out_shape=shapes, **options)(*arrays)
+        return pl.pallas_call(kernel, out_shape=shapes, interpret=interpret, **options)(*arrays)
 
     return call

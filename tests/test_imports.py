@@ -73,6 +73,7 @@ MAY_IMPORT = {
         "atlasjax.data",
         "atlasjax.distributed",
         "atlasjax.memory",
+        "atlasjax.mixers",
         "atlasjax.nn",
         "atlasjax.rules",
         "atlasjax.storage",

@@ -70,6 +70,19 @@ def test_a_step_of_wider_tokens_or_parameters_than_the_state(rule, wide, x64):
     assert_close(y, expected, 1e-6)
 
 
+def test_the_definition_with_wider_parameters_than_the_state(x64):
+    """Where a segment starts, its memory is that of the parameters."""
+    rule = rules.gated_delta_rule()
+    params, *inputs = make_inputs(rule, batch=1, time=3, dtype=jnp.float32)
+    state = memory.init_state(rule, params, batch_size=1)
+    wide = jax.tree.map(lambda x: x.astype(jnp.float64), params)
+    ids = jnp.asarray([[0, 1, 1]])
+    y, after = memory.reference(rule, wide, state, *inputs, segment_ids=ids)
+    expected = memory.scan(rule, wide, state, *inputs, segment_ids=ids, max_segments=2)
+    assert_close((y, after), expected, 1e-6)
+    assert (y.dtype, after.memory["W"].dtype) == (jnp.float32, jnp.float32)
+
+
 @each_name(["titans_at_its_limits", "atlas_every"], slow=["titans_at_its_limits"])
 def test_a_step_of_rows_at_different_places(name, x64):
     """A step takes a shorter program for rows that neither begin nor end a chunk, nor write with Muon: for all, most or none."""

@@ -87,7 +87,8 @@ def _token(rule: MemorySpec, params: MemoryParams, initial: dict, carry: dict, t
     carry = dict(carry)
     if "segment" in token:
         new = (token["segment"] != carry["segment"]) & (carry["segment"] >= 0)
-        choose = lambda fresh, old: jax.tree.map(lambda f, o: jnp.where(new, f, o), fresh, old)
+        # Wide parameters leave a narrow state as it is, as in `scan`.
+        choose = lambda fresh, old: jax.tree.map(lambda f, o: jnp.where(new, f.astype(o.dtype), o), fresh, old)
         carry["M"] = choose(initial, carry["M"])
         carry["S"] = choose(rule.optimizer.init(initial), carry["S"])
         carry["position"] = jnp.where(new, 0, carry["position"])
