@@ -16,8 +16,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from atlasjax.memory.products import product, wide_dtype
+
+_MASKED = 32  # tokens of the largest triangular system that is inverted by products of its own size
 
 # φ(q) [tokens, D], its part of degree one if the structure adds it to its output, and gates of a soup [tokens, n] if there is one.
 Queries = tuple[jax.Array, jax.Array | None, jax.Array | None]
@@ -121,6 +124,8 @@ def _spread_jvp(
     (x,), (tangent,) = primals, tangents
     if axis == -1:
         return spread(x, size, axis), exact(tangent, jnp.ones((1, size), tangent.dtype))
+    if x.ndim == 2:
+        return spread(x, size, axis), exact(jnp.ones((size, 1), tangent.dtype), tangent)
     return spread(x, size, axis), _doubled(tangent, size, axis)
 
 
@@ -208,7 +213,12 @@ def neighbours(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def before(x: jax.Array, first: float) -> jax.Array:
     """x [m, …] shifted down by one row, with `first` in row 0."""
-    return jnp.concatenate([jnp.full_like(x[:1], first), x[:-1]])
+    return _down(x, 1, first)
+
+
+def _down(x: jax.Array, rows: int, fill: float) -> jax.Array:
+    """x [m, …] shifted down by some rows: one operation, and one of its transpose."""
+    return jax.lax.pad(x, jnp.asarray(fill, x.dtype), ((rows, -rows, 0), *((0, 0, 0),) * (x.ndim - 1)))
 
 
 def decay_products(decay: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -220,11 +230,40 @@ def decay_products(decay: jax.Array) -> tuple[jax.Array, jax.Array]:
     Returns:
       from_start: decay_0 … decay_t, [m, …]; pairwise: decay_{i+1} … decay_t for t ≥ i, else 0, [m, m, …].
     """
+    return _products_of_scalars(decay) if decay.ndim == 1 else _products_of_channels(decay)
+
+
+@jax.custom_jvp
+@jax.jit
+def _products_of_scalars(decay: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`decay_products` of [m], by products of 1, 2, 4, … factors."""
+    m, size = decay.shape[0], 1
+    later = np.tri(m, k=-1, dtype=bool)
+    products = jnp.where(later, decay[:, None], 1.0)
+    while size < m:
+        products = products * _down(products, size, 1.0)
+        size *= 2
+    pairwise = jnp.where(np.tri(m, dtype=bool), products, 0.0)
+    return pairwise[:, 0] * decay[0], pairwise
+
+
+@_products_of_scalars.defjvp
+def _products_of_scalars_jvp(
+    primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
+    """A product changes by the sum, over its factors j, of those after j times those before: P diag(dα) P, shifted by a row."""
+    start, pairwise = _products_of_scalars(*primals)
+    after = scaled_columns(tangents[0], pairwise)
+    return (start, pairwise), (exact(after, before(start, 1.0)), exact(after, before(pairwise, 0.0)))
+
+
+def _products_of_channels(decay: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`decay_products` of [m, channels], where the products of the derivative above would cost more: by merging neighbours."""
     m = decay.shape[0]
     padding = (1 << (m - 1).bit_length()) - m
-    start = jnp.pad(decay, ((0, padding), *((0, 0),) * (decay.ndim - 1)), constant_values=1.0)[:, None]
-    products = jnp.ones_like(start)[:, None]  # [parts, 1, 1, …]: parts of one token each
-    while products.shape[0] > 1:  # merges neighbouring parts
+    start = jnp.pad(decay, ((0, padding), (0, 0)), constant_values=1.0)[:, None]
+    products = jnp.ones_like(start)[:, None]  # [parts, 1, 1, channels]: parts of one token each
+    while products.shape[0] > 1:
         (first, second), (start_first, start_second) = neighbours(products), neighbours(start)
         across = start_second[:, :, None] * first[:, -1:]
         above = jnp.concatenate([first, jnp.zeros_like(first)], axis=2)
@@ -235,6 +274,7 @@ def decay_products(decay: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 @jax.custom_jvp
+@jax.jit
 def unit_lower_inverse(lower: jax.Array) -> jax.Array:
     """(I + L)⁻¹ of a strictly lower triangular L [m, m], by recursive halving: only products, equivalent to block substitution.
 
@@ -242,20 +282,38 @@ def unit_lower_inverse(lower: jax.Array) -> jax.Array:
     slower, both on CPUs and on accelerators.
     """
     m = lower.shape[0]
-    size = 1 << (m - 1).bit_length()
-    lower = jnp.pad(lower, ((0, size - m), (0, size - m)))
-    inverse = jnp.ones((size, 1, 1), lower.dtype)
-    while inverse.shape[0] > 1:
-        parts, n = inverse.shape[:2]
-        # The blocks B: rows of the odd parts, columns of the even part before each.
-        grid = lower.reshape(parts // 2, 2, n, parts // 2, 2, n)[:, 1, :, :, 0]
-        across = jnp.moveaxis(jnp.diagonal(grid, axis1=0, axis2=2), -1, 0)
-        first, second = neighbours(inverse)
-        corner = -exact(exact(second, across), first)
-        above = jnp.concatenate([first, jnp.zeros_like(first)], axis=2)
-        below = jnp.concatenate([corner, second], axis=2)
-        inverse = jnp.concatenate([above, below], axis=1)
-    return inverse[0, :m, :m]
+    padding = (1 << (m - 1).bit_length()) - m
+    return _inverse_by_halves(jnp.pad(lower, ((0, padding), (0, padding))))[:m, :m]
+
+
+def _inverse_by_halves(lower: jax.Array) -> jax.Array:
+    """`unit_lower_inverse` of a power of two tokens."""
+    m = lower.shape[0]
+    if m <= _MASKED:
+        return _inverse_by_masks(lower)
+    half = m // 2
+    both = jnp.stack([lower[:half, :half], lower[half:, half:]])
+    first, second = jax.vmap(_inverse_by_halves)(both)
+    corner = -exact(exact(second, lower[half:, :half]), first)
+    above = jnp.concatenate([first, jnp.zeros_like(first)], axis=1)
+    return jnp.concatenate([above, jnp.concatenate([corner, second], axis=1)])
+
+
+def _inverse_by_masks(lower: jax.Array) -> jax.Array:
+    """The same for few tokens: with X of the blocks of one size, X − X B X of the next one. Few operations, for larger products.
+
+    It is a loop, so that a compiler takes it as one thing wherever it is called.
+    """
+    m = lower.shape[0]
+    identity = jnp.eye(m, dtype=lower.dtype)
+    if m == 1:
+        return identity
+    sizes = 1 << np.arange((m - 1).bit_length())
+    block = np.arange(m)[None] // sizes[:, None]
+    across = (block[:, :, None] % 2 == 1) & (block[:, :, None] - 1 == block[:, None])
+    double = lambda inverse, across: inverse - exact(exact(inverse, jnp.where(across, lower, 0.0)), inverse)
+    first = identity - jnp.where(across[0], lower, 0.0)
+    return jax.lax.scan(lambda inverse, across: (double(inverse, across), None), first, across[1:])[0]
 
 
 @unit_lower_inverse.defjvp

@@ -51,7 +51,6 @@ from atlasjax.memory.blocks import (
     capped,
     divisible,
     inner,
-    largest_entry,
     row_sums,
     scaled_columns,
     scaled_rows,
@@ -101,12 +100,31 @@ def _limited(slope: float, out: jax.Array) -> jax.Array:
     return out
 
 
-def _limited_backward(slope: float, _: None, d: jax.Array) -> tuple[jax.Array]:
-    most = jnp.maximum(largest_entry(jnp.abs(d)), slope)[..., None]
-    return (spread(slope / most, d.shape[-1], -1) * d,)
+_limited.defvjp(lambda slope, out: (out, None), lambda slope, _, d: (_within_slope(slope, d),))
 
 
-_limited.defvjp(lambda slope, out: (out, None), _limited_backward)
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+@functools.partial(jax.jit, static_argnums=0)
+def _within_slope(slope: float, d: jax.Array) -> jax.Array:
+    """d [..., value_dim], scaled down so that no entry of a token is larger than `slope`."""
+    return slope / jnp.maximum(jnp.max(jnp.abs(d), axis=-1, keepdims=True), slope) * d
+
+
+@_within_slope.defjvp
+def _within_slope_jvp(
+    slope: float, primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """The scale changes with the largest entry, one of them if there are several: its number is found, its size taken from there.
+
+    Comparing every entry with the maximum could find none, if a compiler computes d a second time and rounds otherwise.
+    """
+    (d,), (change,) = primals, tangents
+    number = jax.lax.broadcasted_iota(jnp.int32, d.shape, d.ndim - 1)
+    chosen = jnp.where(number == jnp.argmax(jnp.abs(d), axis=-1, keepdims=True), jnp.sign(d), 0.0)
+    largest = row_sums(chosen * d)[..., None]
+    most = jnp.maximum(largest, slope)
+    share = jnp.where(largest > slope, row_sums(chosen * change)[..., None] / most, 0.0)
+    return _within_slope(slope, d), slope / most * (change - spread(share, d.shape[-1], -1) * d)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,16 +202,29 @@ def largest_norm(weights: dict[str, jax.Array]) -> jax.Array:
 
 def within_norm(weight_norm: float, memory: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Scales each weight with ‖W‖_F > weight_norm √out back to that norm; name → [..., out, in]."""
+    return jax.tree.map(lambda w: _scaled_back(weight_norm * w.shape[-2] ** 0.5, w), memory)
 
-    def one(w: jax.Array) -> jax.Array:
-        # W is split into two factors, because the square of a large entry could overflow. The result does not depend on the first
-        # factor, so it is not differentiated.
-        largest = jax.lax.stop_gradient(jnp.max(jnp.abs(w), axis=(-2, -1), keepdims=True))
-        valid = divisible(largest)
-        unit = w / jnp.where(valid, largest, 1.0)
-        square = inner(unit, unit)
-        norm = jnp.sqrt(jnp.where(valid, square, 1.0))  # ≥ 1
-        most = weight_norm * w.shape[-2] ** 0.5
-        return jnp.where(largest * norm > most, unit * (most / norm), w)
 
-    return jax.tree.map(one, memory)
+def _norm_parts(most: float, w: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """W / (its largest entry), of which a square cannot overflow; that matrix's norm, ≥ 1; min(1, most / ‖W‖)."""
+    largest = jax.lax.stop_gradient(jnp.max(jnp.abs(w), axis=(-2, -1), keepdims=True))  # no result depends on it
+    safe = jnp.where(divisible(largest), largest, 1.0)
+    unit = w / safe
+    norm = jnp.maximum(jnp.sqrt(inner(unit, unit)), 1.0)
+    return unit, norm, jnp.minimum(most / norm / safe, 1.0)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+@functools.partial(jax.jit, static_argnums=0)
+def _scaled_back(most: float, w: jax.Array) -> jax.Array:
+    """W [..., out, in] with a norm of at most `most`."""
+    return _norm_parts(most, w)[2] * w
+
+
+@_scaled_back.defjvp
+def _scaled_back_jvp(most: float, primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Of a matrix that is scaled back, what lies along it is left out of a change."""
+    (w,), (change,) = primals, tangents
+    unit, norm, scale = _norm_parts(most, w)
+    along = jnp.where(scale < 1.0, inner(unit, change) / (norm * norm), 0.0)
+    return scale * w, scale * (change - along * unit)

@@ -5,6 +5,7 @@ Only the memories at chunk boundaries are stored for the backward pass. Everythi
 
 import functools
 import math
+import os
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -68,7 +69,7 @@ def cpu_lanes(sizes: Plan, params: MemoryParams) -> int:
         return 1
     heads = next(iter(params.weights.values())).shape[0]
     largest = max(math.prod(w.shape[1:]) for w in params.weights.values())
-    return math.gcd(heads, _CPU_LANES) if sizes.width * largest >= _LANE_NUMBERS else 1
+    return math.gcd(heads, min(_CPU_LANES, os.cpu_count() or 1)) if sizes.width * largest >= _LANE_NUMBERS else 1
 
 
 # In `lax.scan`, where nearly all slots are, XLA cannot merge what is computed again with the first time, so barriers against it
@@ -189,7 +190,8 @@ def scan_slots(
     ) -> tuple[_Lanes, tuple[jax.Array, ...]]:
         slots, rest = xs
         each = zip(constants, carries, slots, strict=True)
-        results = [_run_lane(rule, dtype, *lane, rest, first, chunk_fn) for lane in each]
+        run_lane = jax.jit(functools.partial(_run_lane, rule, dtype, chunk_fn=chunk_fn))  # traced once for all lanes
+        results = [run_lane(*lane, rest, first) for lane in each]
         return tuple(carry for carry, _ in results), tuple(y for _, y in results)
 
     carries, xs, outputs = _split(carry, lanes, 1), (_split(inputs[0], lanes, 2), inputs[1:]), []

@@ -7,6 +7,7 @@ with later entries masked. A block stores only its carry and its sums over the c
 
 import functools
 import itertools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -124,38 +125,37 @@ def _places(rule: SoftmaxSpec, sizes: Sizes, indices: Indices, g: jax.Array) -> 
     )
 
 
-def _slice(tree: Tree, span: Span) -> Tree:
-    return jax.tree.map(lambda x: x[span.first : span.stop], tree)
-
-
-def _join(parts: list[Tree]) -> Tree:
-    return jax.tree.map(lambda *x: jnp.concatenate(x), *parts) if len(parts) > 1 else parts[0]
+def _in_span(spans: list[Span], g: jax.Array, function: Callable[..., Tree], *args: object) -> Tree:
+    """`function(span, *args)` with the span of block g. The rest of a block is the same in all spans, and compiled once."""
+    if len(spans) == 1:
+        return function(spans[0], *args)
+    number = jnp.sum(g >= np.asarray([span.stop for span in spans[:-1]]))
+    return jax.lax.switch(number, [functools.partial(function, span) for span in spans], *args)
 
 
 def _forward(
     rule: SoftmaxSpec, sizes: Sizes, initial: Weights, carry: Carry, cache: Cache, xs: Xs, indices: Indices
 ) -> tuple[jax.Array, Carry, Cache, tuple[Carry, Partial]]:
     before = cache.decay.shape[0] - sizes.blocks * sizes.block
+    spans = _spans(rule, sizes, before)
+
+    def read(span: Span, tokens: BlockTokens, cache: Cache, since: Transition | None, g: jax.Array) -> Partial:
+        prefix = jax.tree.map(lambda x: _cut(x, g, sizes, span), cache)
+        return _read(rule, sizes, span, tokens, prefix, since, indices, g)
 
     def body(
-        state: tuple[Carry, Cache], x: tuple[Xs, jax.Array], span: Span
+        state: tuple[Carry, Cache], x: tuple[Xs, jax.Array]
     ) -> tuple[tuple[Carry, Cache], tuple[jax.Array, Carry, Partial]]:
         (carry, cache), (block, g) = state, x
-        prefix = jax.tree.map(lambda x: _cut(x, g, sizes, span), cache)
-        part = _read(rule, sizes, span, block.tokens, prefix, block.since, indices, g)
+        part = _in_span(spans, g, read, block.tokens, cache, block.since, g)
         after, done, y = run_block(rule, sizes, initial, carry, part, block.tokens, _places(rule, sizes, indices, g))
         put = lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, before + g * sizes.block, 0)
         # In place, as a loop's carry: the keys are there already and are not written again.
         cache = Cache(cache.keys, *jax.tree.map(put, cache[1:], done[1:]))
         return (after, cache), (y, carry, part)
 
-    outputs = []
-    for span in _spans(rule, sizes, before):
-        x = (_slice(xs, span), jnp.arange(span.first, span.stop))
-        (carry, cache), out = meshes.scan(functools.partial(body, span=span), (carry, cache), x)
-        outputs.append(out)
-    y, carries, parts = _join(outputs)
-    return y, carry, cache, (carries, parts)
+    (carry, cache), (y, *kept) = meshes.scan(body, (carry, cache), (xs, jnp.arange(sizes.blocks)))
+    return y, carry, cache, tuple(kept)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -189,9 +189,19 @@ def _run_backward(rule, sizes, saved, cotangents):  # type: ignore[no-untyped-de
     ct_y, ct_carry, ct_cache = cotangents
     before = cache.decay.shape[0] - sizes.blocks * sizes.block
     add = lambda a, b: jax.tree.map(jnp.add, a, b)
+    spans = _spans(rule, sizes, before)
+
+    def unread(
+        span: Span, tokens: BlockTokens, since: Transition | None, ct_part: Partial, ct_cache: Cache, g: jax.Array
+    ) -> tuple[BlockTokens, Transition | None, Cache]:
+        prefix = jax.tree.map(lambda x: _cut(x, g, sizes, span), cache)
+        read = lambda tokens, prefix, since: _read(rule, sizes, span, tokens, prefix, since, indices, g)
+        _, pull = jax.vjp(read, tokens, prefix, since)
+        ct_tokens, ct_prefix, ct_since = pull(ct_part)
+        return ct_tokens, ct_since, jax.tree.map(lambda x, part: _add(x, part, g, sizes, span), ct_cache, ct_prefix)
 
     def body(
-        state: tuple[Weights, Carry, Cache], x: tuple[Xs, Carry, Partial, jax.Array, jax.Array], span: Span
+        state: tuple[Weights, Carry, Cache], x: tuple[Xs, Carry, Partial, jax.Array, jax.Array]
     ) -> tuple[tuple[Weights, Carry, Cache], Xs]:
         ct_initial, ct_carry, ct_cache = state
         block, carry, part, ct_y, g = x
@@ -204,24 +214,15 @@ def _run_backward(rule, sizes, saved, cotangents):  # type: ignore[no-untyped-de
         # Computes the block again; only its carry and its sums over the cache were stored.
         _, pull = jax.vjp(run, initial, carry, part, block.tokens)
         more, ct_carry, ct_part, ct_tokens = pull((ct_carry, ct_done, ct_y))
-
-        prefix = jax.tree.map(lambda x: _cut(x, g, sizes, span), cache)
-        read = lambda tokens, prefix, since: _read(rule, sizes, span, tokens, prefix, since, indices, g)
-        _, pull = jax.vjp(read, block.tokens, prefix, block.since)
-        read_tokens, ct_prefix, ct_since = pull(ct_part)
-        ct_cache = jax.tree.map(lambda x, part: _add(x, part, g, sizes, span), ct_cache, ct_prefix)
+        read_tokens, ct_since, ct_cache = _in_span(spans, g, unread, block.tokens, block.since, ct_part, ct_cache, g)
         return (add(ct_initial, more), ct_carry, ct_cache), Xs(add(ct_tokens, read_tokens), ct_since)
 
     state = (jax.tree.map(jnp.zeros_like, initial), ct_carry, ct_cache)
-    by_span: list[Xs] = []
-    for span in reversed(_spans(rule, sizes, before)):
-        x = (*_slice((xs, carries, parts, ct_y), span), jnp.arange(span.first, span.stop))
-        state, ct_xs = meshes.scan(functools.partial(body, span=span), state, x, reverse=True)
-        by_span.insert(0, ct_xs)
-    ct_initial, ct_carry, ct_cache = state
+    x = (xs, carries, parts, ct_y, jnp.arange(sizes.blocks))
+    (ct_initial, ct_carry, ct_cache), ct_xs = meshes.scan(body, state, x, reverse=True)
     # Only the entries before the tape are inputs. The rest was space that the blocks overwrote.
     ct_cache = Cache(ct_cache.keys, *jax.tree.map(lambda x: x.at[before:].set(0.0), ct_cache[1:]))
-    return ct_initial, ct_carry, ct_cache, _join(by_span), None
+    return ct_initial, ct_carry, ct_cache, ct_xs, None
 
 
 run_blocks.defvjp(_run_forward, _run_backward)
