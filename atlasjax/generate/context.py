@@ -118,7 +118,10 @@ def read(
     done = []
     for _, same in itertools.groupby(by_length, key=lambda row: len(prompts[row])):
         rows = list(same)
-        cache = model.init_cache(len(rows), max_length) if context is None else copied(context.rows(rows).cache)
+        if context is None:
+            cache = _fresh(definition, params, len(rows), max_length)
+        else:
+            cache = copied(context.rows(rows).cache)
         done.append(prefill(definition, params, np.stack([prompts[row] for row in rows]), cache))
     logits, cache = done[0]
     if len(done) > 1:
@@ -200,6 +203,12 @@ def prefill(
         logits, cache = _extend(definition, params, prompt[:, start : start + _PREFILL_PIECE], cache)
     assert logits is not None
     return logits, cache
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2, 3))
+def _fresh(definition: Definition, params: list[jax.Array], batch: int, max_length: int) -> PyTree:
+    """`LanguageModel.init_cache`, compiled: operation by operation it takes longer than a small model reads a prompt."""
+    return definition.merge(params).init_cache(batch, max_length)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=3)

@@ -1,9 +1,11 @@
 """Whether what a model holds of texts fits in memory, before any of it is made."""
 
+import functools
+
 import jax
-from flax import nnx
 
 from atlasjax.check import require
+from atlasjax.generate.definition import Definition, split
 from atlasjax.machine import available_bytes, check_fits
 from atlasjax.nn import LanguageModel
 
@@ -45,7 +47,12 @@ def check_room(
 
 def _bytes_of_text(model: LanguageModel, length: int) -> int:
     """Bytes that a text of this length takes: its cache, the logits of the next token, and what was seen before it."""
-    graphdef, params = nnx.split(model, nnx.Param)
-    cache = jax.eval_shape(lambda params: nnx.merge(graphdef, params).init_cache(1, length), params)
+    definition, params = split(model)
     # For each token of the vocabulary a float32 logit, and a bool of whether the text has it.
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache)) + 5 * model.config.vocab_size
+    return _bytes_of_cache(definition, tuple(map(jax.typeof, params)), length) + 5 * model.config.vocab_size
+
+
+@functools.lru_cache(maxsize=64)  # tracing takes longer than a small model reads a prompt
+def _bytes_of_cache(definition: Definition, params: tuple[jax.core.ShapedArray, ...], length: int) -> int:
+    cache = jax.eval_shape(lambda params: definition.merge(params).init_cache(1, length), list(params))
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
