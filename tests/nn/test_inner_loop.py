@@ -42,7 +42,9 @@ def norm(x, scale):
 
 
 def swiglu(x, gate_and_wide, out):
-    return (jax.nn.silu(x @ gate_and_wide[:, 0]) * (x @ gate_and_wide[:, 1])) @ out
+    """Of tokens [time, dim] with weights of their own, [time, …], or with the same for all."""
+    times = lambda x, w: jnp.einsum("td,tde->te" if w.ndim == 3 else "td,de->te", x, w)
+    return times(jax.nn.silu(times(x, gate_and_wide[..., 0, :])) * times(x, gate_and_wide[..., 1, :]), out)
 
 
 def attention(x, params):
@@ -62,53 +64,49 @@ def attention(x, params):
 
 def definition(params, tokens):
     """Logits of one sequence. Every chunk reads all tokens again, each with the fast weights of its chunk."""
-    take = lambda tree, i: jax.tree.map(lambda x: x[i], tree)
-    inner = params["inner"]["layers"]
-    initial = [[take(inner[f"fast_{j}"]["mlp"], i) for i in range(INNER.layers)] for j in range(len(INNER.periods))]
+    inner, chunks = params["inner"]["layers"], -(-len(tokens) // CHUNK)
+    initial = [inner[f"fast_{j}"]["mlp"] for j in range(len(INNER.periods))]  # [layers, …]
+    own_chunk = jnp.arange(len(tokens)) // CHUNK
+
+    def layer(x, params, fast):
+        x = x + attention(norm(x, params["mixer_norm"]["scale"]), params["mixer"])
+        for j, weights in enumerate(fast):
+            own = params[f"fast_{j}"]
+            each = [w["kernel"][own_chunk] for w in (weights["gate_and_wide"], weights["out"])]
+            x = x + norm(swiglu(norm(x, own["norm"]["scale"]), *each), own["post_norm"]["scale"])
+        z = norm(x, params["mlp_norm"]["scale"])
+        return x + swiglu(z, params["mlp"]["gate_and_wide"]["kernel"], params["mlp"]["out"]["kernel"])
 
     def run(history):
-        """The logits, with the fast weights of every chunk so far: a list of those of all chunks."""
-        length = len(history) * CHUNK
-        x = params["embedding"][tokens[:length]]
-
-        def layer(x, params, level):
-            x = x + attention(norm(x, params["mixer_norm"]["scale"]), params["mixer"])
-            if level is not None:
-                for j in range(len(INNER.periods)):
-                    own = params[f"fast_{j}"]
-                    z = norm(x, own["norm"]["scale"])
-                    weights = [chunk[j][level] for chunk in history]
-                    parts = [
-                        swiglu(z[c * CHUNK : (c + 1) * CHUNK], w["gate_and_wide"]["kernel"], w["out"]["kernel"])
-                        for c, w in enumerate(weights)
-                    ]
-                    x = x + norm(jnp.concatenate(parts)[: len(x)], own["post_norm"]["scale"])
-            z = norm(x, params["mlp_norm"]["scale"])
-            return x + swiglu(z, params["mlp"]["gate_and_wide"]["kernel"], params["mlp"]["out"]["kernel"])
-
-        x = layer(x, take(params["layers"], 0), None)
+        """The logits, with the fast weights of every chunk [chunks, layers, …]."""
+        x = layer(params["embedding"][tokens], jax.tree.map(lambda x: x[0], params["layers"]), [])
         for i in range(INNER.layers):
-            x = layer(x, take(inner, i), i)
+            fast = jax.tree.map(lambda w, i=i: w[:, i], history)
+            x = layer(x, jax.tree.map(lambda x, i=i: x[i], inner), fast)
         return norm(x, params["norm"]["scale"]) @ params["embedding"].T
 
     def loss(weights, history, chunk):
-        y = run([*history[:chunk], weights])[chunk * CHUNK : (chunk + 1) * CHUNK]
-        return jnp.mean(-jax.nn.log_softmax(y)[jnp.arange(CHUNK), tokens[chunk * CHUNK + 1 : (chunk + 1) * CHUNK + 1]])
+        y = run(jax.tree.map(lambda all_, w: all_.at[chunk].set(w), history, weights))
+        losses = -jax.nn.log_softmax(y)[jnp.arange(len(tokens)), jnp.roll(tokens, -1)]
+        return jnp.sum(jnp.where(own_chunk == chunk, losses, 0.0)) / CHUNK
 
-    history, kept = [initial], [[] for _ in INNER.periods]
-    for chunk in range((len(tokens) - 1) // CHUNK):
-        gradients = jax.grad(loss)(history[chunk], history, chunk)
-        following = []
+    def step(carry, chunk):
+        history, kept = carry
+        weights = jax.tree.map(lambda w: w[chunk], history)
+        gradients = jax.grad(loss)(weights, history, chunk)
+        kept = jax.tree.map(jnp.add, kept, gradients)
         for j, period in enumerate(INNER.periods):
-            kept[j].append(gradients[j])
-            new = history[chunk][j]
-            if len(kept[j]) == period // CHUNK:
-                mean = jax.tree.map(lambda *g: sum(g) / len(g), *kept[j])
-                size = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(mean)))
-                factor = INNER.learning_rate * jnp.minimum(1, INNER.clip / size)
-                new, kept[j] = jax.tree.map(lambda w, g, f=factor: w - f * g, new, mean), []
-            following.append(new)
-        history.append(following)
+            mean = jax.tree.map(lambda g, n=period // CHUNK: g / n, kept[j])
+            size = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(mean)))
+            due = (chunk + 1) % (period // CHUNK) == 0
+            factor = jnp.where(due, INNER.learning_rate * jnp.minimum(1, INNER.clip / size), 0.0)
+            weights[j] = jax.tree.map(lambda w, g, f=factor: w - f * g, weights[j], mean)
+            kept[j] = jax.tree.map(lambda g, due=due: jnp.where(due, 0.0, g), kept[j])
+        return (jax.tree.map(lambda all_, w: all_.at[chunk + 1].set(w), history, weights), kept), None
+
+    start = jax.tree.map(lambda w: jnp.stack([w] * chunks), initial)
+    kept = jax.tree.map(jnp.zeros_like, initial)
+    (history, _), _ = jax.lax.scan(step, (start, kept), jnp.arange(chunks - 1))
     return run(history)
 
 
