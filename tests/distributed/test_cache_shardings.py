@@ -19,6 +19,13 @@ REPLICATED = {
     "MelodiState.mixed": "a sum over the channels of a layer",
     "MelodiState.position": "a number for each row",
     "PositionedCache.position": "a number for each row",
+    "SelfModifyingState.position": "a number for each row",
+    "Progress.chunks": "a number for each row",
+    "InnerState.filled": "a number for each row",
+    "InnerState.inputs": "the inputs of an inner loop's first layer, in one chunk",
+    "InnerState.tokens": "the tokens of that chunk",
+    "FastWeights.gate_and_wide": "weights of a feed-forward network of each row",
+    "FastWeights.out": "the same",
     "LayerState.mlp": "the last input of a feed-forward network",
     "RecurrentState.recurrence": "the state of Mamba, which has channels and no heads",
     "": "the last inputs of a convolution, which are GAM's whole state",
@@ -31,7 +38,7 @@ def kind(name: str) -> object:
     model = get_preset(name)
     branch = model.branch
     rule = type(model.memory.build()).__name__ if has_memory(model) else ""
-    return tuple(model.pattern), rule, model.ffn, model.max_positions is None, branch
+    return tuple(model.pattern), rule, model.ffn, model.max_positions is None, branch, model.inner_loop is None
 
 
 ALL = preset_names("tiny")
