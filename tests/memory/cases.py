@@ -196,3 +196,31 @@ def steps(rule, params, state, q, k, v, gates):
 
     last, (y, before) = jax.lax.scan(body, state, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (q, k, v, gates)))
     return jnp.moveaxis(y, 0, 1), last, before
+
+
+def check_every_split(rule, params, tokens, state, given, piece, tolerance):
+    """One token at a time equals the reference; and a call that begins after ANY number of tokens goes on exactly.
+
+    Args:
+      tokens: q, k, v and gates of one row.
+      state, given: the state before the first token, and the reference's, which may be None.
+      piece: tokens of the calls that begin anywhere.
+
+    Returns:
+      The starts of these calls, the states before and after them, and the reference's y.
+    """
+    expected, final = jax.jit(lambda: memory.reference(rule, params, given, *tokens))()
+    y, last, before = jax.jit(lambda: steps(rule, params, state, *tokens))()
+    assert_close(y, expected, tolerance, what="steps")
+    assert_close(last, final, tolerance, what="state after steps")
+
+    # Every start is a row of one batch, each with its own place in its chunk.
+    starts = np.arange(expected.shape[1] - piece + 1)
+    rows = starts[:, None] + np.arange(piece)
+    states = jax.tree.map(lambda x: x[starts, 0], before)
+    pieces = jax.tree.map(lambda x: x[0][rows], tokens)
+    y, after = jax.jit(lambda: memory.scan(rule, params, states, *pieces))()
+    assert_close(y, expected[0][rows], tolerance, what="piece")
+    at_end = jax.tree.map(lambda x: x[starts[:-1] + piece, 0], before)
+    assert_close(jax.tree.map(lambda x: x[:-1], after), at_end, tolerance, what="state after piece")
+    return starts, states, after, expected

@@ -8,7 +8,7 @@ import pytest
 
 from atlasjax import memory, rules
 from tests.marks import each_name
-from tests.memory.cases import RULES, assert_close, make_inputs, steps
+from tests.memory.cases import RULES, assert_close, check_every_split, make_inputs, steps
 
 EXACT = 1e-9
 TIME, PIECE = 26, 11
@@ -28,29 +28,10 @@ SPLIT_IF_SLOW = (
 
 @each_name(RULES, slow=SPLIT_IF_SLOW)
 def test_every_split(name, x64):
-    """One token at a time equals the reference; and a call that begins after ANY number of tokens goes on exactly."""
     rule = RULES[name]
-    params, q, k, v, gates = make_inputs(rule, batch=1, time=TIME, dtype=jnp.float64)
+    params, *tokens = make_inputs(rule, batch=1, time=TIME, dtype=jnp.float64)
     state = memory.init_state(rule, jax.tree.map(lambda x: x.astype(jnp.float64), params), batch_size=1)
-    expected, final = jax.jit(lambda: memory.reference(rule, params, None, q, k, v, gates))()
-    y, last, before = jax.jit(lambda: steps(rule, params, state, q, k, v, gates))()
-    assert_close(y, expected, EXACT, what="steps")
-    assert_close(last, final, EXACT, what="state after steps")
-
-    # Every start is a row of one batch, each with its own place in its chunk.
-    starts = np.arange(TIME - PIECE + 1)
-    rows = starts[:, None] + np.arange(PIECE)
-    states = jax.tree.map(lambda x: x[starts, 0], before)
-    pieces = jax.tree.map(lambda x: x[0][rows], (q, k, v, gates))
-    y, after = jax.jit(lambda: memory.scan(rule, params, states, *pieces))()
-    assert_close(y, expected[0][rows], EXACT, what="piece")
-    ends = starts[:-1] + PIECE
-    assert_close(
-        jax.tree.map(lambda x: x[:-1], after),
-        jax.tree.map(lambda x: x[ends, 0], before),
-        EXACT,
-        what="state after piece",
-    )
+    check_every_split(rule, params, tokens, state, None, PIECE, EXACT)
 
 
 @pytest.mark.parametrize("rule", [rules.gated_delta_rule(), rules.in_place_ttt(2)], ids=["linear", "large_chunk"])

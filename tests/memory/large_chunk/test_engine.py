@@ -8,7 +8,7 @@ import pytest
 from atlasjax import memory
 from atlasjax.memory import LargeChunkRule, objectives, structures
 from atlasjax.memory.large_chunk import scan
-from tests.memory.cases import assert_close, objective, steps
+from tests.memory.cases import assert_close, check_every_split, objective
 from tests.memory.large_chunk.cases import RULES, make_inputs
 
 EXACT = 1e-9
@@ -30,23 +30,12 @@ def test_values_and_gradients(name, x64):
 
 @pytest.mark.parametrize("name", RULES)
 def test_every_split(name, x64):
-    """One token at a time equals the reference; and a call that begins after any number of tokens goes on exactly."""
     rule, time, piece = RULES[name], 23, 9
-    params, q, k, v, gates = make_inputs(rule, batch=1, time=time)
-    expected, final = jax.jit(lambda: memory.reference(rule, params, None, q, k, v, gates))()
+    params, *tokens = make_inputs(rule, batch=1, time=time)
     state = memory.init_state(rule, params, batch_size=1)
-    y, last, before = jax.jit(lambda: steps(rule, params, state, q, k, v, gates))()
-    assert_close((y, last), (expected, final), EXACT, what="steps")
-    starts = np.arange(time - piece + 1)
-    rows = starts[:, None] + np.arange(piece)
-    states = jax.tree.map(lambda x: x[starts, 0], before)
-    pieces = jax.tree.map(lambda x: x[0][rows], (q, k, v, gates))
-    y, after = jax.jit(lambda: memory.scan(rule, params, states, *pieces))()
-    assert_close(y, expected[0][rows], EXACT, what="piece")
-    at_end = jax.tree.map(lambda x: x[starts[:-1] + piece, 0], before)
-    assert_close(jax.tree.map(lambda x: x[:-1], after), at_end, EXACT, what="state after piece")
+    starts, states, _, expected = check_every_split(rule, params, tokens, state, None, piece, EXACT)
     # A read sees what the next token does.
-    nexts = jax.jit(lambda: memory.read(rule, params, states, q[0][starts][:, None]))()
+    nexts = jax.jit(lambda: memory.read(rule, params, states, tokens[0][0][starts][:, None]))()
     assert_close(nexts[:, 0], expected[0][starts], EXACT)
 
 

@@ -8,7 +8,7 @@ import pytest
 from atlasjax import memory
 from atlasjax.memory.softmax.init import init_state
 from tests.marks import each_name, some_slow
-from tests.memory.cases import assert_close, steps
+from tests.memory.cases import assert_close, check_every_split, steps
 from tests.memory.softmax.cases import RULES, make_inputs
 
 EXACT = 1e-9
@@ -30,26 +30,13 @@ STREAMED_IF_SLOW = [
 
 @each_name(STREAMED, slow=STREAMED_IF_SLOW)
 def test_every_split(name, x64, short_blocks):
-    """One token at a time equals the reference; and a call that begins after ANY number of tokens goes on exactly."""
     rule = RULES[name]
-    params, q, k, v, gates = make_inputs(rule, batch=1, time=TIME, dtype=jnp.float64)
+    params, *tokens = make_inputs(rule, batch=1, time=TIME, dtype=jnp.float64)
     state = init_state(rule, params, batch_size=1, max_length=TIME, dtype=jnp.float64)
-    expected, final = jax.jit(lambda: memory.reference(rule, params, state, q, k, v, gates))()
-    y, last, before = jax.jit(lambda: steps(rule, params, state, q, k, v, gates))()
-    assert_close(y, expected, EXACT, what="steps")
-    assert_close(last, final, EXACT, what="state after steps")
-
-    # Every start is a row of one batch, each with its own place in its chunk.
-    starts = np.arange(TIME - PIECE + 1)
-    rows = starts[:, None] + np.arange(PIECE)
-    states = jax.tree.map(lambda x: x[starts, 0], before)
-    pieces = jax.tree.map(lambda x: x[0][rows], (q, k, v, gates))
-    y, after = jax.jit(lambda: memory.scan(rule, params, states, *pieces))()
-    assert_close(y, expected[0][rows], EXACT, what="piece")
-    ends = starts[:-1] + PIECE
-    assert_close(jax.tree.map(lambda x: x[:-1], after), jax.tree.map(lambda x: x[ends, 0], before), EXACT, what="after")
-    looked = jax.jit(lambda: memory.read(rule, params, after, pieces[0][:, -1:]))()
-    assert_close(looked[:, 0], y[:, -1], EXACT, what="read")
+    starts, _, after, expected = check_every_split(rule, params, tokens, state, state, PIECE, EXACT)
+    last = starts + PIECE - 1
+    looked = jax.jit(lambda: memory.read(rule, params, after, tokens[0][0, last, None]))()
+    assert_close(looked[:, 0], expected[0, last], EXACT, what="read")
 
 
 def test_float64_tokens_after_a_float32_state(x64):
