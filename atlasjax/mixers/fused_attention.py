@@ -110,10 +110,12 @@ def splash(heads: Heads, window: int | None, *, interpret: bool = False) -> Atte
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     time, number, dim = heads.q.shape[1:]
+    # The largest block that wastes at most an eighth on padding.
     block = next(block for block in _BLOCKS if -time % block <= time // 8 or block == _BLOCKS[-1])
     padded = time + -time % block
     pad = lambda x: jnp.pad(x, ((0, 0), (0, padded - time), *((0, 0),) * (x.ndim - 2)))
     q, k, v = (jnp.swapaxes(pad(x), 1, 2) for x in heads[:3])
+    # The kernel has no scale. In float32, so that only the result is rounded.
     q = (q.astype(jnp.float32) * dim**-0.5).astype(q.dtype)
     mask: masks.Mask = masks.CausalMask((padded, padded))
     if window is not None and window < time:

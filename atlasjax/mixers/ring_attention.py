@@ -142,6 +142,7 @@ def _backward(axes: tuple[str, ...], saved: tuple, cotangents: tuple[jax.Array, 
     time = q.shape[1]
     place, dy, segment = _bound(_places(time, axes), dy, segment)
     # ∂/∂logit = weight (dy · v − dy · y + dl)
+    # One number per query, so that no device needs the weights of others for the softmax's derivative.
     offset = dlog_sum - jnp.sum(dy * y, axis=-1)
     queries = _blocks(_QUERIES, -1, place, segment, q, dy.astype(v.dtype), log_sum, offset)
     part = _blocks(_KEYS, _NEVER, place, segment, k, v)
@@ -181,6 +182,7 @@ def _add(block: _Tokens, keys: _Tokens, sums: _Sums) -> _Sums:
     logits, visible = _logits(q, k), _visible(block, keys)
     top = jnp.maximum(sums.top, jnp.max(jnp.where(visible, logits, _MASKED), axis=-1))
     weights = jnp.where(visible, jnp.exp(logits - top[..., None]), 0.0)
+    # What was summed before is brought to the new largest logit.
     shrink = jnp.exp(sums.top - top)
     read = jnp.einsum("bkgts,bskv->bkgtv", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
     return _Sums(top, sums.total * shrink + jnp.sum(weights, axis=-1), sums.values * shrink[..., None] + read)

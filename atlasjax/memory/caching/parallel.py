@@ -243,6 +243,7 @@ def _read_soup(
         soup = Soup(mixed, jnp.swapaxes(shares, 1, 2))
         return combine.mixing(rule.rule).scan(params, start, *row.tokens, soup=soup)[0]
 
+    # All segments see the same cached layers; γ is zero for those that they may not read.
     y = jax.vmap(segment)(rows, shares, starts)
     return jnp.swapaxes(y.astype(mine.dtype), 2, 3)
 
@@ -259,6 +260,7 @@ def _last_state(
     online = jax.tree.map(take, ends)
     if segment_ids is not None:
         online = in_segment(online, segment_ids[:, -1])
+    # The last segment's memory is still being written, so it needs no place.
     places = max(1, count - 1) if rule.capacity is None else rule.capacity
     state = empty_cache(rule, params, online, places)
     visible = jnp.broadcast_to(where.visible, (count, batch, count))[last, jnp.arange(batch)]  # to the last segment

@@ -46,14 +46,17 @@ def _from_state(
 
     def one(state: CachedState, xs: tuple[CachedTokens, jax.Array]) -> tuple[CachedState, jax.Array]:
         row, length = xs
+        # A full segment moves to the cache when the next token comes, not before: until then it is the online memory.
         state = cache.push(rule, params, state, (length > 0) & (state.position == size))
         up = lambda x: jnp.swapaxes(x.astype(wide), 1, 2)
         q, k = up(row.tokens.q), up(row.tokens.k)
         real = jnp.arange(where.width)[None] < length[:, None]
         k = jnp.where(real[:, None, :, None], k, 0.0)
+        # Each token's score is that of the segment up to itself.
         sums = state.key_sum[:, :, None] + jnp.cumsum(k, axis=2)
         seen = state.position[:, None, None] + jnp.arange(1, where.width + 1)[None, None]
         own_keys = gating.running_pool(rule, sums, jnp.broadcast_to(seen, sums.shape[:-1]))
+        # Filled by `own_read`, which `read_cache` calls once: with a soup only the engine can read the own memory.
         end = {}
 
         def own_read(soup: Soup | None) -> jax.Array:

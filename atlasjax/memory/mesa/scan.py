@@ -60,6 +60,7 @@ class _Shares(NamedTuple):
 
 
 def _shares(chunk: _Chunk) -> _Shares:
+    # A segment's first token forgets all sums, as a decay of zero does; W_0 then comes back as `fresh`.
     continued = chunk.decay * (1.0 - chunk.begins)
     before, pairwise = decay_products(continued)
     return _Shares(before, pairwise * chunk.weight[None], exact(pairwise, chunk.decay * chunk.begins))
@@ -79,6 +80,7 @@ def _read(rule: MesaSpec, ridge: jax.Array, start: jax.Array, sums: _Sums, chunk
     """y of the tokens of a chunk of one head."""
     shares, k = _shares(chunk), chunk.k
     scores = lambda x: shares.own * applied(x, k, k.dtype, _HIGHEST)
+    # H_t x without H_t: the part before the chunk is one matrix for all tokens, the chunk's own is a sum over its keys.
     image = lambda x: applied(shares.before[:, None] * x, sums.keys, k.dtype, _HIGHEST) + exact(scores(x), k)
 
     def form() -> jax.Array:
@@ -126,6 +128,7 @@ def xla_scan(
 
     last, sums = meshes.scan(following, _Sums(state.key_sums, state.value_sums), chunks)
     read = jax.vmap(jax.vmap(functools.partial(_read, rule)), in_axes=(None, None, 0, 0))
+    # All chunks at once would hold their directions and residuals at the same time.
     together = max(1, _TOGETHER[rule.solver] // size)
     y = jax.lax.map(lambda xs: read(ridge, start, *xs), (sums, chunks), batch_size=together)
     y = grid.pick_chunks(jnp.moveaxis(y, 2, 3), time)

@@ -43,6 +43,7 @@ def solve(
         by = lambda _, right: _by_cholesky(form(), right)
     else:
         by = lambda apply, right: _by_steps(apply, right, rule.steps)
+    # Its derivative is one more solution with the same matrix, not the derivative of the steps.
     return jax.lax.custom_linear_solve(apply, q, by, symmetric=True)
 
 
@@ -55,6 +56,7 @@ def _by_cholesky(matrices: Float[Array, "matrices key_dim key_dim"], right: Rows
 
 def _by_steps(apply: Callable[[Rows], Rows], right: Rows, steps: int) -> Rows:
     """Conjugate gradients from x = 0, a fixed number of steps for every token."""
+    # ‖r_0‖², since x starts at zero.
     square = row_sums(right * right)
     # Where the residual has reached rounding, a token stays as it is. Its quotients would be those of rounding errors, and 0/0.
     done = square * float(jnp.finfo(right.dtype).eps) ** 2

@@ -164,6 +164,7 @@ class Checkpoints:
             self._reopen(step)
         if step in self.steps():
             return
+        # Before anything is written: a run that resumes from NaN would never recover.
         fingerprint = integrity.describe(state, unchecked=integrity.statistics(state))
         if not fingerprint["finite"]:
             raise NonFiniteError(f"The training state after step {step} has NaN or infinite values. It was not saved.")
@@ -178,6 +179,7 @@ class Checkpoints:
             "config": config,
             "integrity": integrity.content(fingerprint["sums"], list(positions), config, tokenizer),
         }
+        # To know Orbax's threads, which come after these, should a save fail.
         self._other_threads = set(threading.enumerate())
         with contextlib.ExitStack() as saving, self._starting(step):
             saving.enter_context(quiet("asyncio", "concurrent.futures"))
@@ -201,6 +203,7 @@ class Checkpoints:
     def set_aside(self, step: int) -> storage.AnyPath:
         """Moves a damaged checkpoint to another folder, so that its step can be saved again. Returns its new path."""
         target = self.directory.parent / "damaged" / f"{step}"
+        # The same step may be damaged again.
         while target.exists():
             target = target.with_name(target.name + "_")
         if jax.process_index() == 0:

@@ -73,6 +73,7 @@ def agreed_cause(cause: str | None) -> str | None:
     """
     if jax.process_count() == 1:
         return cause
+    # Text of a fixed length in bytes: all processes must give arrays of one shape.
     told = np.zeros(_BYTES, np.uint8)
     if cause is not None:
         text = (cause or "no reason given").encode()[:_BYTES]
@@ -82,6 +83,7 @@ def agreed_cause(cause: str | None) -> str | None:
         for index, row in enumerate(multihost_utils.process_allgather(told))
         if row.any()
     }
+    # A process that only waited is not the cause of anything.
     own = {index: text for index, text in causes.items() if not _only_waited(text)} or causes
     return next((f"{text} (in process {index})" for index, text in own.items()), None)
 
