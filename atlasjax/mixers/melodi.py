@@ -176,8 +176,7 @@ def _whole(layer: "_Layer", x: jax.Array, segment_ids: jax.Array | None, max_seg
     if grid.touched == 1:  # a single block has no memory to read
         return grid.pick(layer.attend(q[0], None, k[0], v[0], None)[None])
     start = layer.empty(batch, layer.summary, x.dtype), layer.nothing_mixed(batch)
-    # Empty places must not enter the mixing, whose taps go over all places of a block.
-    lies = grid.lay(jnp.ones((batch, time), bool))
+    lies = grid.lay(jnp.ones((batch, time), bool))  # empty places must not enter the mixing, whose taps go over all
     y, _ = _read_blocks(layer, (q, None, k, v, grid.lay(x), lies, grid.index, None), start)
     return grid.pick(y)
 
@@ -226,10 +225,9 @@ def _one_token(layer: "_Layer", x: jax.Array, state: MelodiState) -> tuple[jax.A
     size, rows = layer.block_size, jnp.arange(x.shape[0])
     index, place = state.position // size, state.position % size
     q, k, v = layer.rotated(x, place[:, None])
-    # The block's places after this one still hold the last block's tokens; the causal mask hides them.
     keys, values = (held.at[rows, place].set(new[:, 0]) for held, new in zip(state.block, (k, v)))
     source = (*state.memory, _visible(index))
-    y = layer.attend(q, place[:, None], keys, values, source)
+    y = layer.attend(q, place[:, None], keys, values, source)  # causally: later places still hold the last block
     normed = layer.context(x, y)[:, 0]
     taps = layer.weights.mixing[place].astype(x.dtype)
     mixed = state.mixed + jnp.einsum("bn,bd->bnd", taps, normed, preferred_element_type=jnp.float32)
@@ -246,8 +244,7 @@ def _write_full(
         _, mixed = before
         return choose(full, (layer.write(k, v, source, mixed), jnp.zeros_like(mixed)), before)
 
-    # Most tokens fill no block, and a write is a whole layer of attention.
-    return jax.lax.cond(jnp.any(full), write, lambda before: before, before)
+    return jax.lax.cond(jnp.any(full), write, lambda before: before, before)  # most tokens fill no block
 
 
 @jax.jit
@@ -293,8 +290,7 @@ def _read_blocks(layer: "_Layer", blocks: tuple[Any, ...], start: _Carry) -> tup
             return (layer.write(k, v, source, mixed), jnp.zeros_like(mixed)), y
         return _write_full(layer, (memory, mixed), k, v, source, full), y
 
-    # Only the memory between blocks is stored; attention within a block is computed again.
-    end, y = jax.lax.scan(jax.checkpoint(block, prevent_cse=False), start, blocks)
+    end, y = jax.lax.scan(jax.checkpoint(block, prevent_cse=False), start, blocks)  # stores only what blocks hand on
     return y, end
 
 

@@ -44,14 +44,10 @@ def _clashes_of_write_gate(kind: Optimizer) -> Iterator[tuple[str, str]]:
         )
 
 
-def clashes(rule: Choices) -> Iterator[tuple[str, str]]:
-    """Incompatible pairs of choices: (one, "the other: why and what to do")."""
-    retention, optimizer, structure = (f"{n}={getattr(rule, n)!r}" for n in ("retention", "optimizer", "structure"))
-    matrix = rule.structure.is_matrix
-    online = rule.window == rule.chunk_size == 1
+def _clashes_of_retention(rule: Choices, retention: str, optimizer: str, structure: str) -> Iterator[tuple[str, str]]:
     if rule.retention.gate not in (None, "scalar", "channel"):
         yield retention, f"its gate={rule.retention.gate!r}, which should be None, 'scalar' or 'channel'."
-    if rule.retention.gate == "channel" and not matrix:
+    if rule.retention.gate == "channel" and not rule.structure.is_matrix:
         yield retention, f"{structure}: a decay per feature channel is defined for Matrix() only. Use Scalar()."
     if rule.retention.decay_first and rule.retention.gate is None:
         yield retention, "its gate=None: without a gate there is no decay that could come first. Use decay_first=False."
@@ -65,6 +61,30 @@ def clashes(rule: Choices) -> Iterator[tuple[str, str]]:
         yield retention, "its follows_keys=True: it is defined for a scalar α and without a map."
     if rule.retention.follows_keys and rule.optimizer.per_channel:
         yield retention, f"{optimizer}: it forgets along a key by one step size, not by one per channel."
+
+
+def _clashes_of_implicit(rule: Choices, optimizer: str, retention: str, online: bool) -> Iterator[tuple[str, str]]:
+    """The choices for which the minimizer of an implicit step is not known."""
+    if not (rule.structure.is_matrix and rule.objective.gradient_is_error and online):
+        yield (
+            optimizer,
+            "the other choices: the step's minimizer is known for Matrix(), L2() and window=chunk_size=1 only.",
+        )
+    if not rule.retention.is_linear or rule.retention.has_map:
+        yield optimizer, f"{retention}: the step's minimizer is known for a decay α M only."
+    elif not (rule.retention.gate is None or rule.retention.decay_first):
+        yield (
+            optimizer,
+            f"{retention}: it decays first. Use Full(), Scalar(decay_first=True) or Channel(decay_first=True).",
+        )
+
+
+def clashes(rule: Choices) -> Iterator[tuple[str, str]]:
+    """Incompatible pairs of choices: (one, "the other: why and what to do")."""
+    retention, optimizer, structure = (f"{n}={getattr(rule, n)!r}" for n in ("retention", "optimizer", "structure"))
+    matrix = rule.structure.is_matrix
+    online = rule.window == rule.chunk_size == 1
+    yield from _clashes_of_retention(rule, retention, optimizer, structure)
     if rule.uses_muon:
         yield from _clashes_of_muon(rule.optimizer)
     if rule.optimizer.write_gate:
@@ -83,18 +103,7 @@ def clashes(rule: Choices) -> Iterator[tuple[str, str]]:
     if rule.optimizer.per_channel and rule.window > 1:
         yield optimizer, f"window={rule.window}: a step size per channel is defined for window=1 only."
     if rule.optimizer.is_implicit:
-        if not (matrix and rule.objective.gradient_is_error and online):
-            yield (
-                optimizer,
-                "the other choices: the step's minimizer is known for Matrix(), L2() and window=chunk_size=1 only.",
-            )
-        if not rule.retention.is_linear or rule.retention.has_map:
-            yield optimizer, f"{retention}: the step's minimizer is known for a decay α M only."
-        elif not (rule.retention.gate is None or rule.retention.decay_first):
-            yield (
-                optimizer,
-                f"{retention}: it decays first. Use Full(), Scalar(decay_first=True) or Channel(decay_first=True).",
-            )
+        yield from _clashes_of_implicit(rule, optimizer, retention, online)
     if rule.objective.own_keys:
         objective = f"objective={rule.objective!r}"
         if not rule.objective.writes_at_own_keys:
