@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 
 from atlasjax import memory, rules
-from atlasjax.memory import limits
+from atlasjax.memory.blocks import capped
 from atlasjax.memory.fast_weights import step_sizes
 from experiments.rows import append_row, read_rows
 from experiments.stability.report import write_report
@@ -92,7 +92,7 @@ def pivot(memory: Any, momentum: Any, origin: Any, factors: Any, gates: Any, dec
 def share(memory: Any, momentum: Any, origin: Any, factors: Any, gates: Any, decays: Any) -> jax.Array:
     decrease = gates.gamma @ origin.losses.decrease / gates.step_size.shape[0]
     square = jnp.diagonal(_windowed_gram(factors, gates))
-    return limits.capped(1.0 / origin.horizon, gates.step_size, decrease, square)
+    return capped(1.0 / origin.horizon, gates.step_size, decrease, square)
 
 
 def unchanged(memory: Any, momentum: Any, origin: Any, factors: Any, gates: Any, decays: Any) -> jax.Array:
