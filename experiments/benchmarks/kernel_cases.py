@@ -16,8 +16,8 @@ VARIANTS = {
     "product": ("plain",),
     "newton_schulz": ("direct", "gram"),
     "delta_rule": ("plain", "gated"),
-    "linear_rule": ("gla", "channel_delta", "rwkv7"),
-    "chunk_memory": ("matrix", "mlp", "mlp_bounded", "gated_mlp", "mlp_window"),
+    "linear_rule": ("gla", "channel_delta", "rwkv7", "kda", "gdn2"),
+    "chunk_memory": ("matrix", "matrix_write_gate", "mlp", "mlp_bounded", "gated_mlp", "mlp_window"),
 }
 DIRECTIONS = ("forward", "both")
 ENGINES = ("pallas_tpu", "xla")
@@ -30,9 +30,10 @@ class Case:
     Attributes:
       operation: a key of VARIANTS. "product" is one plain bfloat16 product [2 d, d] × [d, d], to calibrate the others.
       variant: for newton_schulz its form, and "direct_three_passes" of bfloat16 (HIGH); for delta_rule with or without
-        decay; for linear_rule, which has a decay for each channel, what it writes; for chunk_memory its structure with momentum and
-        retention, or ("mlp_window") OmegaNet's rule: a two-layer memory with retention and a window of four tokens, no momentum.
-        "mlp_bounded" is Titans' rule with the library's bound (semantics 1.12), the others are the papers' recurrence.
+        decay; for linear_rule, which has a decay for each channel, what it writes, for "kda" and "gdn2" at the decayed memory;
+        for chunk_memory its structure with momentum and retention, or ("mlp_window") OmegaNet's rule: a two-layer memory with
+        retention and a window of four tokens, no momentum. "matrix_write_gate" has a gate on how much of the momentum is
+        written. "mlp_bounded" is Titans' rule with the library's bound (semantics 1.12), the others are the papers' recurrence.
       dim: d. For newton_schulz, matrices are d × 4 d; otherwise key_dim = value_dim = d.
       dtype: dtype of tokens, "float32" or "bfloat16", which determines the precision of products. For newton_schulz, whose matrices
         are float32, it is only that precision.
@@ -236,17 +237,19 @@ def _linear_rule(case: Case) -> tuple[Callable[..., Any], list[Any]]:
     import jax
 
     channels = _shape(BATCH, TIME, HEADS * case.dim)
-    removes = case.variant == "rwkv7"
-    shapes = [*_tokens(case), channels, *([channels] * 2 if removes else [_gate()])]
+    keys, has_beta = {"rwkv7": 2, "gdn2": 1}.get(case.variant, 0), case.variant != "rwkv7"
+    shapes = [*_tokens(case), channels, *[channels] * keys, *[_gate()] * has_beta]
     if case.engine == "pallas_tpu":
         from pallas_kernels.linear_rule import linear_rule
 
         def kernel(_: Any, q: Any, k: Any, v: Any, decay: Any, *given: Any) -> Any:
-            beta = jax.numpy.ones(q.shape[:3]) if removes else given[0]
-            removal = (given[0], given[1] * given[0]) if removes else None
+            own = given[:keys]
+            beta = given[keys] if has_beta else jax.numpy.ones(q.shape[:3])
+            removal = None if not own else (own[0], beta[..., None] * k if has_beta else own[1] * own[0])
             return linear_rule(
-                q, k, v, decay, beta, removal, delta=case.variant == "channel_delta", chunk_size=case.chunk
-            )[0]
+                q, k, v, decay, beta, removal, delta=case.variant in ("channel_delta", "kda"),
+                decay_first=case.variant in ("kda", "gdn2"), chunk_size=case.chunk,
+            )[0]  # fmt: skip
 
         flat = _by_heads(kernel)
         return lambda *x: flat(None, *x), shapes
@@ -255,9 +258,9 @@ def _linear_rule(case: Case) -> tuple[Callable[..., Any], list[Any]]:
     from atlasjax.memory import retention
 
     delta = dataclasses.replace(rules.delta_rule(), retention=retention.Channel())
-    rule = {"gla": rules.gla, "rwkv7": rules.rwkv7, "channel_delta": lambda: delta}[case.variant]()
-    names = ("retention", "removal_key", "removal") if removes else ("retention", "step_size")
-    return _scan_from_zero(case, rule.unbounded(), names), shapes
+    rule = {**rules.REGISTRY, "channel_delta": lambda: delta}[case.variant]().unbounded()
+    names = ("retention", *("removal_key", "removal")[:keys], *("step_size",) * has_beta)
+    return _scan_from_zero(case, rule, names), shapes
 
 
 def _chunk_memory(case: Case) -> tuple[Callable[..., Any], list[Any]]:
@@ -267,14 +270,18 @@ def _chunk_memory(case: Case) -> tuple[Callable[..., Any], list[Any]]:
     from atlasjax.memory import objectives, optimizers, structures
     from atlasjax.memory.bounds import Bound, LimitedSlope
 
-    kind = case.variant.removesuffix("_window").removesuffix("_bounded")
+    write_gate = case.variant.endswith("_write_gate")
+    kind = case.variant.removesuffix("_window").removesuffix("_bounded").removesuffix("_write_gate")
     window = WINDOW if case.variant.endswith("_window") else 1
     bound = Bound() if case.variant.endswith("_bounded") else None
     structure: Any = {"matrix": structures.Matrix, "mlp": structures.MLP, "gated_mlp": structures.GatedMLP}[kind]()
     momentum = window == 1
     floor = bound is not None and case.engine == "pallas_tpu"  # XLA's engine computes it
-    gates = [_gate()] * (3 if momentum else 2) + ([_gate(WINDOW)] if window > 1 else []) + [_gate()] * floor
-    names = ["retention", "step_size", "momentum_decay" if momentum else "window_weights", *["floor"] * floor]
+    gates = (
+        [_gate()] * (3 if momentum else 2) + ([_gate(WINDOW)] if window > 1 else []) + [_gate()] * (write_gate + floor)
+    )
+    names = ["retention", "step_size", "momentum_decay" if momentum else "window_weights"]
+    names += ["write_size"] * write_gate + ["floor"] * floor
 
     if case.engine == "pallas_tpu":
         from pallas_kernels.chunk_memory import chunk_memory
@@ -296,7 +303,7 @@ def _chunk_memory(case: Case) -> tuple[Callable[..., Any], list[Any]]:
 
     rule = memory.MemoryRule(
         structure, objectives.L2(), window=window, chunk_size=case.chunk,
-        optimizer=optimizers.Momentum() if momentum else optimizers.GradientDescent(), bound=bound,
+        optimizer=optimizers.Momentum(write_gate=write_gate) if momentum else optimizers.GradientDescent(), bound=bound,
     )  # fmt: skip
     scan, params = _scan(case, rule, names)
     return _by_heads(scan), [params, *_tokens(case), *gates]
