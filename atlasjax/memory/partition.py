@@ -23,7 +23,8 @@ class Partition:
       batch: mesh axes over which the batch is split.
       heads: mesh axes over which the heads are split.
       time: mesh axes over which the tokens are split, in parts of equal length; the last ones may be padded. For rules whose state
-        passes linearly from token to token, linear attention and delta rules, and for Memory Caching with fresh segments.
+        passes linearly from token to token, linear attention and delta rules, for Memory Caching with fresh segments, and for
+        `LargeChunkRule`, whose tokens the parts divide without padding.
 
     Raises:
       TypeError: the axes are a string, not a tuple of names.
@@ -117,10 +118,11 @@ def check_divided(rule: Rule, where: str, length: int, parts: int, *, packed: bo
         raise ValueError(
             f"{where} cannot divide packed documents for {type(rule).__name__}: {rule.undivided_documents}."
         )
-    if rule.part_multiple > 1 and length % (parts * rule.part_multiple):
+    if rule.part_multiple is not None and length % (parts * rule.part_multiple):
+        of_segments = f", which is the segment size of {type(rule).__name__}" * (rule.part_multiple > 1)
         raise ValueError(
-            f"{where}: {length} tokens in {parts} parts; the tokens of each should be a multiple of {rule.part_multiple}, which "
-            f"is the segment size of {type(rule).__name__}."
+            f"{where}: {length} tokens in {parts} parts; the tokens of each should be a multiple of {rule.part_multiple}"
+            f"{of_segments}."
         )
 
 

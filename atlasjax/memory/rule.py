@@ -166,9 +166,9 @@ class Rule(abc.ABC, Generic[Params, State]):
         return "the rule has no form for a part of the sequence"
 
     @property
-    def part_multiple(self) -> int:
-        """Each device's number of tokens must be a multiple of this where they are divided; 1: the last ones may be padded."""
-        return 1
+    def part_multiple(self) -> int | None:
+        """Each device's number of tokens must be a multiple of this where they are divided. None: the last ones may be padded."""
+        return None
 
     @property
     def undivided_documents(self) -> str | None:

@@ -17,6 +17,7 @@ from atlasjax.nn.config import LaCTConfig, ModelConfig
 from atlasjax.nn.layers import RMSNorm, l2_normalize
 from atlasjax.nn.module import Module
 from atlasjax.nn.parameters import normal, param
+from atlasjax.nn.partition import time_partition
 
 _START_STEP, _IDENTITY, _GAIN, _KERNEL_SCALE = 1e-3, 0.5, 0.5, 0.02  # as published
 
@@ -148,7 +149,7 @@ class LaCTMixer(Module):
       ValueError: the attention has a gate, sizes of its own or another norm, or the memory's heads do not divide its channels.
     """
 
-    undivided: ClassVar[str | None] = "its memory is written by whole chunks, one after another"
+    undivided: ClassVar[str | None] = None  # see `mixers.check_divided`
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         given = config.attention
@@ -173,8 +174,9 @@ class LaCTMixer(Module):
             position, _ = segment_positions(segment_ids)
         tokens, scale = self.memory.tokens(self.attention, x, q, k, v, position)
         y, _ = memory.scan(
-            self.memory.rule, self.memory.start(), None, *tokens, segment_ids=segment_ids, max_segments=max_segments
-        )
+            self.memory.rule, self.memory.start(), None, *tokens, segment_ids=segment_ids, max_segments=max_segments,
+            partition=time_partition(x.shape[0], self.memory.heads, x.shape[1]),
+        )  # fmt: skip
         a = self.attention.attend(q, k, v, segment_ids)
         return self._output(a, y, scale)
 

@@ -193,7 +193,7 @@ def check_divided(config: ModelConfig, parts: int, length: int | None = None, *,
             "rwkv7, mamba2, retnet, …), attention, or Memory Caching."
         )
     for call in memory_calls(config):
-        one = call.rule.part_multiple * parts
+        one = (call.rule.part_multiple or 1) * parts
         check_divided_rule(call.rule, "mesh.sequence", one if length is None else length, parts, packed=packed)
 
 

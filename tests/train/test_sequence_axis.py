@@ -19,6 +19,7 @@ from atlasjax.nn import (
     DeltaProductConfig,
     GatedDeltaNetConfig,
     KDAConfig,
+    LaCTConfig,
     MemoryConfig,
     ModelConfig,
     RWKV7Config,
@@ -65,6 +66,9 @@ MODELS = {
     "mag": model(mixer="mag", attention=AttentionConfig(window=11), memory=MemoryConfig(rule="delta_rule")),
     "mal": model(mixer="mal", attention=AttentionConfig(window=40), memory=MemoryConfig(rule="gla")),
     "titans-grm": model(mixer="memory", memory=MemoryConfig(rule="titans", chunk_size=2, caching=CACHING)),
+    "lact": model(
+        mixer="lact", attention=AttentionConfig(window=11), lact=LaCTConfig(2, chunk_size=12, rank=4, schedule=None)
+    ),
     "mag-ssc": model(
         mixer="mag", attention=AttentionConfig(window=11),
         memory=MemoryConfig(rule="titans", chunk_size=4, caching=dataclasses.replace(CACHING, aggregation="ssc")),
@@ -113,7 +117,7 @@ def on_one_device(name: str, packed: bool):
     return one_step(MODELS[name], MeshConfig(1), packed)
 
 
-UNPACKED = ("titans-grm", "mag-ssc", "gla-residual")  # their documents are not divided
+UNPACKED = ("titans-grm", "mag-ssc", "gla-residual", "lact")  # their documents are not divided
 CASES = [  # model, mesh, packed documents, microbatches
     ("gla", MeshConfig(2, sequence=4), True, 1),
     ("titans-grm", MeshConfig(2, sequence=4), False, 1),
@@ -221,6 +225,7 @@ def test_every_other_mixer_of_the_tests_above_is_divided():
         "kda",
         "gdn2",
         "rwkv7",
+        "lact",
     }
     assert divided < set(MIXERS)
 

@@ -8,10 +8,11 @@ from atlasjax.memory.fast_weights.state import MemoryParams
 from atlasjax.memory.large_chunk import init
 from atlasjax.memory.large_chunk.reference import reference_scan
 from atlasjax.memory.large_chunk.scan import xla_scan
+from atlasjax.memory.large_chunk.sequence_parallel import scan_part
 from atlasjax.memory.large_chunk.spec import LargeChunkSpec
 from atlasjax.memory.large_chunk.state import LargeChunkState
 from atlasjax.memory.large_chunk.step import read_state, xla_step, xla_step_layer
-from atlasjax.memory.rule import Sizes
+from atlasjax.memory.rule import ScanCall, Sizes
 from atlasjax.memory.tokens import Tokens
 
 
@@ -85,6 +86,20 @@ class LargeChunkRule(LargeChunkSpec):
         lengths: Int[Array, " batch"] | None,
     ) -> tuple[Float[Array, "batch time heads value_dim"], LargeChunkState]:
         return xla_scan(self, params, state, tokens, max_segments, lengths)
+
+    def scan_tokens_part(
+        self,
+        axes: tuple[str, ...],
+        run: ScanCall[MemoryParams, LargeChunkState],
+        params: MemoryParams,
+        state: LargeChunkState | None,
+        tokens: Tokens,
+    ) -> tuple[Float[Array, "batch time heads value_dim"], LargeChunkState]:
+        if state is not None:
+            raise ValueError(
+                "Partition: time divides the tokens of a LargeChunkRule only from a fresh memory; state should be None."
+            )
+        return scan_part(self, axes, params, tokens)
 
     def step_token(
         self, params: MemoryParams, state: LargeChunkState, tokens: Tokens

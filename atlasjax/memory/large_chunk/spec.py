@@ -102,7 +102,15 @@ class LargeChunkSpec(FamilyRule[MemoryParams, LargeChunkState]):
 
     @property
     def undivided(self) -> str | None:
-        return "its memory after a part of the sequence is not a linear function of the memory before it"
+        return None
+
+    @property
+    def part_multiple(self) -> int:
+        return 1
+
+    @property
+    def undivided_documents(self) -> str | None:
+        return "chunks begin with their documents, so how devices share them out would depend on the ids"
 
     def weight_norm(self, state: LargeChunkState) -> Float[Array, "batch heads"]:
         """The largest ‖W‖_F / √rows over the weights."""
