@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,11 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.arguments import Arrays, Index
 from pallas_kernels.layout import LANES
 
+Item = TypeVar("Item")
+
 # (carry, inputs) → (carry, outputs), all float32 matrices. Hashable, and restricted to operations that Mosaic compiles.
 Chunk = Callable[[Arrays, Arrays], tuple[Arrays, Arrays]]
+Read = Callable[[int], Arrays]  # inputs of one of a program's chunks
 
 
 def in_turn(function: Callable[..., Any], *trees: Any) -> Any:
@@ -116,6 +119,27 @@ class Shapes(NamedTuple):
         """`chunk` for all heads of a program, by its own `of_heads` if it has one."""
         return chunk if self.lanes.together == 1 else getattr(chunk, "of_heads", None) or jax.vmap(chunk)
 
+    def stages(self, chunk: Any) -> tuple[Callable[[Read], Callable[[int], Any]], Callable[..., Any]]:
+        """For the chunks of a forward program in turn: a function from the inputs of each (by number) to those of the other
+        function, which is `chunk` for all heads.
+
+        With `chunk.ahead` it has two parts: `prepare` is done for all these chunks together, whose products then do not wait for
+        each other, and `advance` takes its results.
+        """
+        if not getattr(chunk, "ahead", False):
+            return lambda read: read, self.chunk(chunk)
+        heads, count = self.lanes.together, self.unroll.forward
+        advance = chunk.advance if heads == 1 else jax.vmap(chunk.advance)
+        join = jnp.stack if heads == 1 else jnp.concatenate
+        place = lambda c: c if heads == 1 else slice(c * heads, (c + 1) * heads)
+
+        def prepare(read: Read) -> Callable[[int], Any]:
+            xs = [read(c) for c in range(count)]
+            found = chunk.prepare(jax.tree.map(lambda *x: join(x), *xs))
+            return [(x, jax.tree.map(lambda y, c=c: y[place(c)], found)) for c, x in enumerate(xs)].__getitem__
+
+        return prepare, lambda carry, xs: advance(carry, *xs)
+
     def read(self, refs: Sequence[jax.Ref], c: int) -> Arrays:
         """Inputs of a program's chunk c: those with tokens, then gates."""
         *tokens, gates = refs
@@ -157,6 +181,16 @@ class Blocks(NamedTuple):
             pl.BlockSpec((None, *x.shape[1:]), lambda row, group, i: (row, 0, 0), memory_space=pltpu.SMEM)
             for x in marks
         ]
+
+
+def in_groups(items: Sequence[Item], sizes: Sequence[int]) -> list[tuple[Item, ...]]:
+    """Consecutive groups of items with the given sizes."""
+    parts, start = [], 0
+    for size in sizes:
+        parts.append(tuple(items[start : start + size]))
+        start += size
+    assert start == len(items), (start, len(items))
+    return parts
 
 
 def wide(refs: Sequence[jax.Ref]) -> Arrays:

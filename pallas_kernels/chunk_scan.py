@@ -4,8 +4,9 @@
 
 The grid is batch × groups of heads × groups of chunks, and the last dimension runs in order. So the carry is a scratch buffer that
 each chunk finds as the previous chunk left it. Device memory holds only the inputs, the outputs and, if gradients are needed, the
-carry before each chunk. The backward kernel processes the chunks in reverse: it recomputes a chunk from the carry before it,
-differentiates it (`jax.vjp` inside the kernel) and keeps the cotangent of the carry in scratch.
+carry before each chunk, and of the chunk's own values those that it wants to keep. The backward kernel processes the chunks in
+reverse: it recomputes a chunk from these, differentiates it (`jax.vjp` inside the kernel) and keeps the cotangent of the carry in
+scratch.
 
 Tokens are read and written as [batch, time, heads · dim], as projections produce them, so no layout changes around the kernel. A
 program advances several neighbouring heads together (`Lanes`): their channels fill whole tiles of 128 lanes, and while the matrix
@@ -19,7 +20,7 @@ Backward, the cotangent of the carry before such a chunk is that of the initial 
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,10 +29,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.arguments import BEGINS, EMPTY, Arrays, Index, Interpret
 from pallas_kernels.batching import rows_folded
-from pallas_kernels.chunk_program import Blocks, Chunk, Lanes, Shapes, Unroll, wide
+from pallas_kernels.chunk_program import Blocks, Chunk, Lanes, Read, Shapes, Unroll, in_groups, wide
 from pallas_kernels.varying import pallas_call, vary_like
-
-Item = TypeVar("Item")
 
 # (marks of the chunks, int32 [batch, chunks]; the first arrays of the initial carry, [batch, heads, …, …]); None without segments.
 Restarts = tuple[jax.Array, Arrays] | None
@@ -47,7 +46,9 @@ def chunk_scan(
 
     Args:
       chunk: the function of one chunk of one head; static. Its inputs are one matrix [m, dim] for each of `tokens`, and [n, m].
-        `chunk.differentiated`, if there is one, is the same function for the backward kernel.
+        `chunk.keeping`, if there is one, has further outputs after its own: values to keep for the backward kernel, in their own
+        dtypes. `chunk.differentiated`, if there is one, is the same function for that kernel; it gets them, float32, after its
+        inputs. `Shapes.stages` explains `chunk.ahead`.
       carry: the carry before the first chunk, float32 [batch, heads, …, …] each.
       tokens: [batch, time, heads, dim] each, any floating dtype; `chunk` gets float32.
       gates: [batch, heads, chunks, n, m] for chunks of m tokens, at least one chunk. They mark the padding after the last token.
@@ -167,25 +168,27 @@ def _marks(restarts: Restarts) -> tuple[jax.Array, ...]:
 def _forward(
     settings: _Settings, carry: Arrays, xs: Arrays, restarts: Restarts, *, keep: bool
 ) -> tuple[Arrays, Arrays, Arrays]:
-    """The final carry, the outputs and, with `keep`, the carry before each chunk, which is undefined for empty chunks."""
+    """The final carry, the outputs and, with `keep`, the carry before each chunk and what it keeps: undefined for empty chunks."""
     shapes, dtype = settings.shapes, settings.dtype
+    keeping = getattr(settings.chunk, "keeping", settings.chunk) if keep else settings.chunk
     all_marks, start = _marks(restarts), () if restarts is None else restarts[1]
     sizes = len(carry), len(xs), len(all_marks), len(start)
-    advanced, unroll = shapes.chunk(settings.chunk), shapes.unroll.forward
+    kept = _kept(keeping, shapes, carry, xs[-1]) if keep else ()
+    unroll = shapes.unroll.forward
 
     @rows_folded
     def call(*arrays: jax.Array) -> Arrays:
-        carry, xs, all_marks, start = _groups(arrays, sizes)
+        carry, xs, all_marks, start = in_groups(arrays, sizes)
         batch, heads, count, _, size = xs[-1].shape
         lanes = shapes.lanes
         final = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in carry]
         ys = [jax.ShapeDtypeStruct((batch, count, size, heads * lanes.stride(n)), dtype) for n in shapes.outputs]
         # Without gradients nothing is written but the outputs and the last carry.
-        before = [jax.ShapeDtypeStruct((batch, heads, count, *x.shape[2:]), jnp.float32) for x in carry if keep]
+        before = [jax.ShapeDtypeStruct((batch, heads, count, *x.shape), x.dtype) for x in kept]
 
         def kernel(*refs: jax.Ref) -> None:
-            groups = _groups(refs, (*sizes, len(final), len(ys), len(before), len(carry)))
-            _Forward(shapes, advanced, *groups).run(count // unroll)
+            groups = in_groups(refs, (*sizes, len(final), len(ys), len(before), len(carry)))
+            _Forward(shapes, *shapes.stages(keeping), *groups).run(count // unroll)
 
         block = Blocks(shapes, size, unroll, lambda i: i)
         return tuple(
@@ -200,8 +203,17 @@ def _forward(
         )  # fmt: skip
 
     results = call(*carry, *xs, *all_marks, *start)
-    final, ys, before = _groups(results, (len(carry), len(shapes.outputs), len(carry) if keep else 0))
+    final, ys, before = in_groups(results, (len(carry), len(shapes.outputs), len(kept)))
     return final, ys, before
+
+
+def _kept(keeping: Chunk, shapes: Shapes, carry: Arrays, gates: jax.Array) -> Sequence[jax.ShapeDtypeStruct]:
+    """What is kept of one chunk of one head: the carry before it and, after its outputs, its own values."""
+    one = lambda x: jax.ShapeDtypeStruct(x.shape[-2:], jnp.float32)
+    before = tuple(map(one, carry))
+    tokens = tuple(jax.ShapeDtypeStruct((gates.shape[-1], width), jnp.float32) for width in shapes.inputs)
+    _, outputs = jax.eval_shape(keeping, before, (*tokens, one(gates)))
+    return *before, *outputs[len(shapes.outputs) :]
 
 
 _Refs = tuple[jax.Ref, ...]
@@ -209,10 +221,11 @@ _Refs = tuple[jax.Ref, ...]
 
 @dataclasses.dataclass(frozen=True)
 class _Forward:
-    """The forward kernel: references to the blocks of a program, in the order of the call. before: empty if it is not kept."""
+    """The forward kernel: references to the blocks of a program, in the order of the call. before: empty if nothing is kept."""
 
     shapes: Shapes
-    chunk: Chunk
+    ahead: Callable[[Read], Callable[[int], Any]]
+    chunk: Callable[..., Any]
     first: _Refs
     xs: _Refs
     marks: _Refs
@@ -237,14 +250,15 @@ class _Forward:
 
     def advance(self, marks: list[jax.Array]) -> None:
         shapes = self.shapes
-        state = shapes.heads(self.scratch)
+        state, inputs = shapes.heads(self.scratch), self.ahead(lambda c: shapes.read(self.xs, c))
         for c in range(shapes.unroll.forward):
             if marks and c:  # `begin` is for the program's first chunk
                 start = shapes.heads(self.start)
                 state = _where(marks[c] == BEGINS, (*start, *_zeros(state[len(start) :])), state)
+            after, y = self.chunk(state, inputs(c))
             if self.before:
-                _store([ref.at[:, c] for ref in self.before], state)
-            after, y = self.chunk(state, shapes.read(self.xs, c))
+                _store([ref.at[:, c] for ref in self.before], (*state, *y[len(self.ys) :]))
+            y = y[: len(self.ys)]
             if marks and shapes.unroll.forward > 1:  # the only chunk of a program is not empty here
                 after, y = (_where(marks[c] == EMPTY, *x) for x in ((state, after), (_zeros(y), y)))
             state = after
@@ -265,7 +279,7 @@ def _backward(
 
     @rows_folded
     def call(*arrays: jax.Array) -> Arrays:
-        _, xs, dcarry, _, all_marks = _groups(arrays, sizes)
+        _, xs, dcarry, _, all_marks = in_groups(arrays, sizes)
         batch, heads, count, _, size = xs[-1].shape
         lanes, steps = shapes.lanes, count // unroll
         dfirst = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in dcarry]
@@ -273,7 +287,7 @@ def _backward(
         dstart = dfirst[:num_start]
 
         def kernel(*refs: jax.Ref) -> None:
-            groups = _groups(refs, (*sizes, len(dfirst), len(dxs), len(dstart), len(dcarry)))
+            groups = in_groups(refs, (*sizes, len(dfirst), len(dxs), len(dstart), len(dcarry)))
             _Backward(shapes, advanced, *groups).run(steps)
 
         block = Blocks(shapes, size, unroll, lambda i: steps - 1 - i)
@@ -289,7 +303,7 @@ def _backward(
         )  # fmt: skip
 
     results = call(*before, *xs, *dcarry, *dys, *all_marks)
-    dfirst, dxs, dstart = _groups(results, (len(dcarry), len(xs), num_start))
+    dfirst, dxs, dstart = in_groups(results, (len(dcarry), len(xs), num_start))
     return dfirst, dxs, dstart
 
 
@@ -326,7 +340,9 @@ class _Backward:
         dstate = shapes.heads(self.scratch)
         for c in reversed(range(shapes.unroll.backward)):
             before = shapes.heads([ref.at[:, c] for ref in self.before])
-            pullback = jax.vjp(self.chunk, before, shapes.read(self.xs, c))[1]
+            before, kept = before[: len(dstate)], before[len(dstate) :]
+            given = lambda before, xs, kept=kept: self.chunk(before, (*xs, *kept))
+            pullback = jax.vjp(given, before, shapes.read(self.xs, c))[1]
             dy = tuple(map(shapes.lanes.split, wide([ref.at[c] for ref in self.dys]), shapes.outputs))
             dbefore, dx = pullback((dstate, dy))
             if marks and shapes.unroll.backward > 1:
@@ -375,13 +391,3 @@ def _call(
         interpret=interpret,
         name=name,
     )(*arrays)
-
-
-def _groups(items: Sequence[Item], sizes: Sequence[int]) -> list[tuple[Item, ...]]:
-    """Consecutive groups of items with the given sizes."""
-    parts, start = [], 0
-    for size in sizes:
-        parts.append(tuple(items[start : start + size]))
-        start += size
-    assert start == len(items), (start, len(items))
-    return parts

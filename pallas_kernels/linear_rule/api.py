@@ -7,14 +7,15 @@ from pallas_kernels.arguments import Interpret, Segments, check_rule
 from pallas_kernels.blocks import token_precision
 from pallas_kernels.chunk_program import Unroll
 from pallas_kernels.chunk_scan import chunk_scan
-from pallas_kernels.layout import LANES, Beside, gates_to_chunks, matrix_unit
+from pallas_kernels.layout import Beside, gates_to_chunks
 from pallas_kernels.linear_rule import reference
-from pallas_kernels.linear_rule.chunk import LinearChunk
+from pallas_kernels.linear_rule.chunk import RESIDUALS, LinearChunk, Residuals
 
 IMPLEMENTATIONS = ("pallas_tpu", "reference")
 MOST_CHANNELS = 256  # maximum for keys and values
 _MOST_TOGETHER = 8  # groups of heads in one program; the heads of a group lie side by side
 _MOST_LANES = {jnp.dtype(jnp.float32): 512, jnp.dtype(jnp.bfloat16): 1024}  # of all of them
+_MOST_KEPT = 2.5  # bytes for a backward pass, as a multiple of those of W before each chunk
 # Chunks in one program, without and with a removal, whose second one in the backward kernel saves 3% and compiles twice as long.
 _UNROLL, _UNROLL_REMOVAL = Unroll(4, 2), Unroll(2, 1)
 
@@ -32,6 +33,7 @@ def linear_rule(
     decay_first: bool = False,
     chunk_size: int = 64,
     segments: Segments | None = None,
+    residuals: Residuals | None = None,
     implementation: str = "pallas_tpu",
     interpret: Interpret = False,
 ) -> tuple[Float[Array, "batch time heads value_dim"], Float[Array, "batch heads value_dim key_dim"]]:
@@ -52,15 +54,18 @@ def linear_rule(
       chunk_size: tokens per block, a power of two ≥ 8. It does not affect the result.
       segments: packed segments on a grid of chunks of chunk_size tokens, which divides time. Padding needs β = 0 and α = 1. None
         means one segment.
-      implementation: "pallas_tpu" is a kernel that keeps W on chip for the whole sequence and recomputes in its backward pass. It
-        has no forward-mode derivative. "reference" computes token by token.
+      residuals: what a forward pass keeps of each chunk with a removal for the backward pass, beside W before it. "recompute" keeps
+        nothing; "inverse" keeps that of the chunk's system and the scores of r; "all" also those of q and what is written. None
+        means the most of them that takes at most 2.5 times the memory of "recompute". Without a removal nothing is kept.
+      implementation: "pallas_tpu" is a kernel that keeps W on chip for the whole sequence and recomputes in its backward pass what
+        was not kept. It has no forward-mode derivative. "reference" computes token by token.
       interpret: passed to `pallas_call`.
 
     Returns:
       y [batch, time, heads, value_dim], in q's dtype, and the last W, float32.
 
     Raises:
-      ValueError: wrong shapes or dtypes, both `delta` and `removal`, or an unknown implementation or chunk size.
+      ValueError: wrong shapes or dtypes, both `delta` and `removal`, or an unknown implementation, chunk size or `residuals`.
     """
     others = lambda batch, time, heads, key_dim, value_dim: {
         "decay": (decay, (batch, time, heads, key_dim)),
@@ -71,6 +76,8 @@ def linear_rule(
     check_rule("linear_rule", q, k, v, others, chunk_size, segments, implementation, IMPLEMENTATIONS)
     if delta and removal is not None:
         raise ValueError("linear_rule: delta=True removes at k, so removal should be None.")
+    if residuals not in (None, *RESIDUALS):
+        raise ValueError(f"linear_rule: residuals={residuals!r}, should be one of {RESIDUALS} or None.")
     (batch, time, heads, key_dim), value_dim = q.shape, v.shape[-1]
     if initial is None:
         initial = jnp.zeros((batch, heads, value_dim, key_dim), jnp.float32)
@@ -82,10 +89,10 @@ def linear_rule(
         raise ValueError(
             f"linear_rule: the kernel supports head dimensions up to {MOST_CHANNELS}, q {q.shape}, v {v.shape}."
         )
-    beside = Beside.of(heads, chunk_size)
-    # In a wide unit the other heads' half of a product takes no time, and a transposition less than the further products.
-    turned = matrix_unit() == LANES
-    chunk = LinearChunk(delta, decay_first, token_precision(q.dtype), beside.heads, turned_backward=turned)
+    beside, removes = Beside.of(heads, chunk_size), delta or removal is not None
+    if residuals is None:
+        residuals = _most_residuals(key_dim, value_dim, chunk_size, 1 if delta else 2, q.dtype.itemsize)
+    chunk = LinearChunk(removes, delta, decay_first, token_precision(q.dtype), beside.heads, residuals)
     # Padding keeps the memory. `chunk_scan` would fill it with zeros.
     decay = jnp.pad(decay, ((0, 0), (0, -time % chunk_size), (0, 0), (0, 0)), constant_values=1.0)
     tokens = [
@@ -97,13 +104,22 @@ def linear_rule(
     width = beside.heads * max(key_dim, value_dim, chunk_size)
     # Groups of heads in one program hide each other's waits; more lanes than these would not fit.
     together = max(1, min(_MOST_TOGETHER, _MOST_LANES[q.dtype] // width))
-    unroll = _UNROLL_REMOVAL if delta or removal is not None else _UNROLL
     gates = beside.gates(gates_to_chunks([(beta, 0.0)], chunk_size))
     (final,), (y,) = chunk_scan(
-        chunk, (beside.weights(initial),), tuple(map(beside.tokens, tokens)), gates, together=together, unroll=unroll,
+        chunk, (beside.weights(initial),), tuple(map(beside.tokens, tokens)), gates, together=together,
+        unroll=_UNROLL_REMOVAL if removes else _UNROLL,
         interpret=interpret, dtype=q.dtype, restarts=restarts,
     )  # fmt: skip
     return y[:, :time].reshape(v.shape), beside.separate(final, key_dim)
+
+
+def _most_residuals(key_dim: int, value_dim: int, size: int, keys: int, width: int) -> Residuals:
+    """The most that with W before a chunk takes at most `_MOST_KEPT` times the bytes of W. width: bytes of a number of a token."""
+    state, scores = 4 * key_dim * value_dim, keys * width * size**2
+    inverse = state + 4 * size**2 + scores
+    if inverse + scores + width * size * value_dim <= _MOST_KEPT * state:
+        return "all"
+    return "inverse" if inverse <= _MOST_KEPT * state else "recompute"
 
 
 def _padded(x: Float[Array, "batch time heads dim"], time: int) -> Float[Array, "batch time heads dim"]:

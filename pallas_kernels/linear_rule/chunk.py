@@ -5,25 +5,41 @@
 W̃_t is W_{t−1}, or W_{t−1} Diag(α_t) if the decay comes first; the delta rule has r = s = k, and linear attention has no removal.
 With A_t = α_1 … α_t, P[t,i] = α_{i+1} … α_t (of each channel) and the memory W_0 before the chunk,
 
-    U = −(I + diag(β) L)⁻¹ diag(β) ((Ã ⊙ R) W_0ᵀ + L' diag(β) V)           L[t,i] = Σ_d P̃[t,i,d] r_t[d] s_i[d],  L' with k_i for s_i
+    U = diag(β) X    X = −(I + L diag(β))⁻¹ ((Ã ⊙ R) W_0ᵀ + L' diag(β) V)    L[t,i] = Σ_d P̃[t,i,d] r_t[d] s_i[d]
     Y = (A ⊙ Q) W_0ᵀ + scores(Q, S) U + scores(Q, K) diag(β) V
     W_end = W_0 Diag(A_end) + Uᵀ S̃ + (diag(β) V)ᵀ K̃
 
-where S̃ and K̃ are decayed to the chunk's end, and Ã, P̃ end at t − 1 (or t if the decay comes first). The delta rule has the two
-terms in one: U = (I + diag(β) L)⁻¹ diag(β) (V − (Ã ⊙ K) W_0ᵀ), and nothing else is added. All scores are computed by `scores`.
+where S̃ and K̃ are decayed to the chunk's end, L' has k_i for s_i, and Ã, P̃ end at t − 1 (or t if the decay comes first). The delta
+rule has the two terms in one: X = (I + L diag(β))⁻¹ (V − (Ã ⊙ K) W_0ᵀ), and nothing else is added. All scores are computed by
+`scores`.
+
+β multiplies columns of L, not rows: tokens of β are in lanes, and X, from which dβ follows, is also known where β is 0.
 """
 
 import dataclasses
 import functools
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.arguments import Arrays
 from pallas_kernels.blocks import HIGHEST, Precision, finer
-from pallas_kernels.chunk_program import computed_again, in_turn
-from pallas_kernels.linear_rule.scores import Decayed, Pair, decayed, read
-from pallas_kernels.side_by_side import lanes_of, spread, times, times_transposed, transposed_times, weighted_outer
-from pallas_kernels.triangular import solve
+from pallas_kernels.chunk_program import in_turn
+from pallas_kernels.linear_rule.scores import Decayed, decayed
+from pallas_kernels.side_by_side import (
+    lanes_of,
+    place,
+    spread,
+    times,
+    times_transposed,
+    transposed_times,
+    weighted_outer,
+)
+from pallas_kernels.triangular import unit_lower_inverse
+
+Residuals = Literal["recompute", "inverse", "all"]
+RESIDUALS: tuple[Residuals, ...] = get_args(Residuals)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,83 +50,159 @@ class LinearChunk:
     m is a power of two; padding has β = 0 and α = 1. `precision` is that of products with q, v and W.
 
     Attributes:
+      removes: whether there is a removal.
       delta: whether r = s = k.
       decay_first: whether the removal reads the decayed memory.
-      turned: whether scores are computed in both orders, as their derivative needs them.
-      turned_backward: the same for the backward kernel.
+      residuals: what the forward kernel keeps of a chunk with a removal: nothing; "inverse": that of its system, and the scores of
+        r; "all": also the scores of q, and X.
+      keeps: whether these are further outputs.
+      knows: whether they are further inputs, whose values are not computed again.
     """
 
+    removes: bool
     delta: bool
     decay_first: bool
     precision: Precision = HIGHEST
     heads: int = 1
-    turned: bool = False
-    turned_backward: bool = False
+    residuals: Residuals = "recompute"
+    keeps: bool = False
+    knows: bool = False
+
+    @property
+    def keeping(self) -> "LinearChunk":
+        """The same function for a forward kernel before a backward one."""
+        return dataclasses.replace(self, keeps=self.removes and self.residuals != "recompute")
 
     @property
     def differentiated(self) -> "LinearChunk":
-        """The same function as the backward kernel needs it."""
-        return dataclasses.replace(self, turned=self.turned_backward)
+        """The same function for the backward kernel."""
+        return dataclasses.replace(self, knows=self.removes and self.residuals != "recompute")
+
+    @property
+    def ahead(self) -> bool:
+        """Whether several chunks are prepared together: those with systems."""
+        return self.removes
 
     def __call__(self, carry: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
-        return self._advance(carry, xs, self._decayed(xs))
+        at = self._decayed(xs)
+        return self.advance(carry, xs, (at, self._inverse(xs, at)))
 
     def of_heads(self, carry: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
-        """For several groups of heads. Decays in turn, and systems together, whose products wait for each other."""
-        # Without a system nothing waits, so groups come in turn, and each is computed again for its derivative.
-        if self.turned and not self._removes(xs):
-            return in_turn(functools.partial(computed_again, self), carry, xs)
-        at = in_turn(self._decayed, xs)
-        advance = jax.vmap(self._advance) if self._removes(xs) else functools.partial(in_turn, self._advance)
-        return advance(carry, xs, at)
+        """For several groups of heads."""
+        advance = jax.vmap(self.advance) if self.removes else functools.partial(in_turn, self.advance)
+        return advance(carry, xs, self.prepare(xs))
 
-    def _removes(self, xs: Arrays) -> bool:
-        return self.delta or len(xs) > 5  # r and s
+    def prepare(self, xs: Arrays) -> "_Prepared":
+        """For several groups or chunks: decays in turn, and systems together, whose products wait for each other."""
+        at = in_turn(self._decayed, xs)
+        return at, jax.vmap(self._inverse)(xs, at)
+
+    def _parts(self, xs: Arrays) -> "_Inputs":
+        q, k, v, decay, *rest = xs
+        count = 2 if self.removes and not self.delta else 0
+        known = _Known.of(tuple(rest[count + 1 :]), 1 if self.delta else 2) if self.knows else None
+        return _Inputs(q, k, v, decay, tuple(rest[:count]), rest[count], known)
 
     def _decayed(self, xs: Arrays) -> Decayed:
-        """Queries q, and r if there is a removal; keys k, and s if it is not k. Scores of q with all keys, then those of r."""
-        q, k, _, decay, *removal, _ = xs
-        fine = finer(self.precision)
-        queries: Arrays = (q * decay,)
-        if self._removes(xs):
-            r = removal[0] if removal else k
-            queries = (*queries, r * decay if self.decay_first else r)
-        keys: Arrays = (k, *removal[1:])
-        pairs = [Pair(0, key, self.precision, own=0, turned=self.turned) for key in range(len(keys))]
-        if len(queries) > 1:
-            pairs += [Pair(1, key, fine) for key in range(len(keys))]
-        return decayed(decay, queries, keys, (q,), tuple(pairs), self.heads)
+        """Queries q, and r if there is a removal; keys k, and s if it is not k."""
+        x = self._parts(xs)
+        queries: Arrays = (x.q * x.decay,)
+        if self.removes:
+            r = x.removal[0] if x.removal else x.k
+            queries = (*queries, r * x.decay if self.decay_first else r)
+        precisions = (self.precision, finer(self.precision))[: len(queries)]
+        known = (None, None) if x.known is None else (x.known.of_queries or None, x.known.of_removal)
+        return decayed(x.decay, queries, (x.k, *x.removal[1:]), (x.q,), precisions, known[: len(queries)], self.heads)
 
-    def _advance(self, carry: Arrays, xs: Arrays, at: Decayed) -> tuple[Arrays, Arrays]:
-        (w,), (_, _, v, *_, beta) = carry, xs
+    def _inverse(self, xs: Arrays, at: Decayed) -> jax.Array | None:
+        """That of the system I + L diag(β), if there is a removal."""
+        x = self._parts(xs)
+        if not self.removes or x.known is not None:
+            return None if x.known is None else x.known.inverse
+        lower = jax.lax.stop_gradient(at.scores[1][-1] * lanes_of(x.beta))  # see `_solved`
+        return unit_lower_inverse(lower, self.heads, finer(self.precision))
+
+    def advance(self, carry: Arrays, xs: Arrays, prepared: "_Prepared") -> tuple[Arrays, Arrays]:
+        """A chunk after `prepare`."""
+        (w,), x, (at, inverse) = carry, self._parts(xs), prepared
         heads, precision = self.heads, self.precision
         y, w_end = times_transposed(at.queries[0], w, heads, precision), at.whole * w
-        removes = self._removes(xs)
-        # Scales columns of the scores: a column of β would have to be spread over lanes first.
-        if not (removes or self.turned):
+        if inverse is None:
             # β stays rows, with tokens in lanes.
-            y = y + times(at.scores[0] * lanes_of(beta), v, heads, precision)
-            return (w_end + weighted_outer(v, at.keys[0], beta, precision),), (y,)
-        # From rows with tokens in lanes to a column beside v: the layout of its rows.
-        rate = spread(beta, heads, v.shape[1] // heads)
-        written: Arrays = (rate * v,)  # at each of the keys
-        if removes:
-            right = times_transposed(at.queries[1], w, heads, precision)
-            written = self._after_removal(at, right, rate, v, beta)
-        # The first scores are those of q; those of r come after them and were used by `_after_removal`.
-        for scores, keys, x in zip(at.scores, at.keys, written):
-            y = y + read(scores, x, heads, precision)
-            w_end = w_end + transposed_times(x, keys, heads, precision)
-        return (w_end,), (y,)
+            y = y + times(at.scores[0][0] * lanes_of(x.beta), x.v, heads, precision)
+            return (w_end + weighted_outer(x.v, at.keys[0], x.beta, precision),), (y,)
+        rate = spread(x.beta, heads, x.v.shape[1] // heads)
+        right = times_transposed(at.queries[1], w, heads, precision)
+        u, kept = self._after_removal(at, inverse, right, rate, x)
+        written: Arrays = (u,) if self.delta else (rate * x.v, u)  # at each of the keys
+        for scores, keys, z in zip(at.scores[0], at.keys, written):
+            y = y + times(scores, z, heads, precision)
+            w_end = w_end + transposed_times(z, keys, heads, precision)
+        return (w_end,), (y, *(kept if self.keeps else ()))
 
-    def _after_removal(self, at: Decayed, right: jax.Array, rate: jax.Array, v: jax.Array, beta: jax.Array) -> Arrays:
-        """The writes at each of the keys, [m, P · value_dim] each. right: the reads at r of the memory before the chunk."""
-        heads, size, fine = self.heads, v.shape[0], finer(self.precision)
-        *of_keys, of_removal = at.scores[len(at.keys) :]
-        if self.delta:
-            right = rate * (v - right)
-        else:
-            right = -rate * (right + read(of_keys[0], rate * v, heads, fine))
-        by_row = rate if heads == 1 or v.shape[1] == heads * size else spread(beta, heads, size)
-        u = solve(by_row * of_removal, right, heads, fine)
-        return (u,) if self.delta else (rate * v, u)
+    def _after_removal(
+        self, at: Decayed, inverse: jax.Array, right: jax.Array, rate: jax.Array, x: "_Inputs"
+    ) -> tuple[jax.Array, Arrays]:
+        """U [m, P · value_dim], and what is kept for the backward kernel. `right` is what the memory before the chunk has at r."""
+        heads, fine = self.heads, finer(self.precision)
+        *of_keys, of_removal = at.scores[1]
+        right = x.v - right if self.delta else -(right + times(of_keys[0], rate * x.v, heads, fine))
+        known = None if x.known is None else x.known.solved
+        solved = _solved(of_removal * lanes_of(x.beta), right, inverse, known, heads, fine)
+        short = lambda z: z.astype(jnp.float32 if self.precision == HIGHEST else jnp.bfloat16)
+        more = (*at.scores[0], solved) if self.residuals == "all" else ()
+        return rate * solved, (inverse, *map(short, (*at.scores[1], *more)))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _solved(
+    lower: jax.Array, right: jax.Array, inverse: jax.Array, known: jax.Array | None, heads: int, precision: Precision
+) -> jax.Array:
+    """(I + L)⁻¹ R, from the inverse. The derivative is G = (I + L)⁻ᵀ dX for R, and −G Xᵀ for L."""
+    return times(inverse, right, heads, precision) if known is None else known
+
+
+def _solved_forward(lower: jax.Array, right: jax.Array, inverse: jax.Array, *how: Any) -> tuple[jax.Array, Any]:
+    solved = _solved(lower, right, inverse, *how)
+    return solved, (inverse, solved)
+
+
+def _solved_backward(heads: int, precision: Precision, kept: Any, d: jax.Array) -> tuple[jax.Array | None, ...]:
+    inverse, solved = kept
+    g = transposed_times(inverse, d, heads, precision)
+    # Nothing is solved with it, so its errors do not grow.
+    dlower = times_transposed(g, solved, heads, Precision.DEFAULT if precision == Precision.HIGH else precision)
+    below = place(dlower.shape, 0, heads) > place(dlower.shape, 1, heads)
+    return jnp.where(below, -dlower, 0.0), g, None, None
+
+
+_solved.defvjp(_solved_forward, _solved_backward)
+
+
+class _Known(NamedTuple):
+    """What the forward kernel kept: the inverse, scores of r with each of the keys, and of q, and X."""
+
+    inverse: jax.Array
+    of_removal: Arrays
+    of_queries: Arrays
+    solved: jax.Array | None
+
+    @classmethod
+    def of(cls, kept: Arrays, keys: int) -> "_Known":
+        more = kept[1 + keys :]
+        return cls(kept[0], kept[1 : 1 + keys], more[:keys], more[keys] if more else None)
+
+
+class _Inputs(NamedTuple):
+    """Inputs of a chunk by name. removal: r and s, or nothing."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    decay: jax.Array
+    removal: Arrays
+    beta: jax.Array
+    known: _Known | None
+
+
+_Prepared = tuple[Decayed, jax.Array | None]

@@ -6,51 +6,40 @@ Two neighbouring parts of s tokens are merged into one of 2 s. For t in the seco
 second up to t) · (those of the first after i). So the scores between them are one product of decayed queries and decayed keys: no
 [m, m, D] array, and no quotients of decays, so α = 0 is exact. Heads lie side by side (`side_by_side`).
 
-Arrays are in tiles of 8 rows, those of a register. All tiles have the same masks for parts within them. From 8 tokens on, a part is
-a number of whole tiles: only queries of second parts and keys of first parts are multiplied, without masks.
+A token is in one of the two parts: it takes part either as a query or as a key. So a query and a key that both have three passes
+share an array, which is divided into two bfloat16 numbers once.
 
-**Derivatives.** The cotangent of the keys is a product with the transposed cotangent of the scores. To transpose matrices of heads
-that lie side by side takes long, and half of such a product is of one head's scores with the queries of another. But `read`, which
-uses the scores, gets the transposed cotangent by a product of its own. So in the backward kernel scores exist in both orders
-(`Turned`): through those with queries in rows come the cotangents of queries, and through those with keys in rows those of keys.
+Arrays are in tiles of 8 rows, those of a register. All tiles have the same masks for parts within them. From 8 tokens on, a part is
+a number of whole tiles: only queries of second parts are multiplied, without masks.
 """
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.arguments import Arrays
-from pallas_kernels.blocks import Precision, entry
-from pallas_kernels.side_by_side import times, times_transposed
+from pallas_kernels.blocks import Precision, entry, halves, product
+from pallas_kernels.side_by_side import diagonal, of_diagonal
 
 _ROWS = 8  # of a tile
 _LEVELS = 3  # that lie within one: parts of 1, 2 and 4 tokens
 
-
-class Pair(NamedTuple):
-    """Whose scores are wanted: the places of one of the queries and one of the keys, and the precision of their products.
-
-    `own` is the place of what is multiplied with a token's own key, among the third arguments of `decayed`; None gives zero there.
-    `turned` gives the scores in both orders.
-    """
-
-    query: int
-    key: int
-    precision: Precision
-    own: int | None = None
-    turned: bool = False
+T = TypeVar("T")
+Scores = tuple[Arrays, ...]  # of each query with each key, [m, P · m]
 
 
-class Turned(NamedTuple):
-    """Scores [m, P · m] with queries in rows, and the same with keys in rows. Only for `read`: each needs its own cotangent."""
+class _How(NamedTuple):
+    """How scores are computed: the precision of each query's products, not HIGH for the first one, and whether they are wanted."""
 
-    by_query: jax.Array
-    by_key: jax.Array
+    of_queries: tuple[Precision, ...]
+    wanted: tuple[bool, ...]
 
-
-Scores = jax.Array | Turned
+    @property
+    def shared(self) -> bool:
+        return Precision.HIGH in self.of_queries
 
 
 class Decayed(NamedTuple):
@@ -60,63 +49,52 @@ class Decayed(NamedTuple):
       queries: those given, decayed from the chunk's start, [m, P · D] each.
       keys: those given, decayed to the chunk's end.
       whole: the product of all decays of the chunk, [1, P · D].
-      scores: [m, P · m] for each pair, zero for i > t.
+      scores: of each query with each key, zero for i > t.
     """
 
     queries: Arrays
     keys: Arrays
     whole: jax.Array
-    scores: tuple[Scores, ...]
+    scores: Scores
 
 
 def decayed(
-    decay: jax.Array, queries: Arrays, keys: Arrays, own: Arrays, pairs: tuple[Pair, ...], heads: int
-) -> Decayed:
-    """Decays queries and keys, and computes the scores of pairs.
+    decay: jax.Array, queries: Arrays, keys: Arrays, own: Arrays, precisions: tuple[Precision, ...],
+    known: tuple[Arrays | None, ...], heads: int,
+) -> Decayed:  # fmt: skip
+    """Decays queries and keys, and computes all their scores.
 
     Args:
       decay: α [m, P · D], m a power of two ≥ 8.
       queries: [m, P · D] each, times what they have of their own token's decay.
-      keys: [m, P · D] each.
-      own: queries of a token's own key, [m, P · D] each.
-      pairs: whose scores are wanted; static.
+      keys: [m, P · D] each, not more than queries.
+      own: what the first queries have in their place for a token's own key, [m, P · D] each; others have zero there.
+      precisions: of each query's products; static.
+      known: the scores of each query with each key if they are known; they are only differentiated.
       heads: P; static.
     """
-    size = decay.shape[0]
+    size, how = decay.shape[0], _How(precisions, tuple(x is None for x in known))
     number = lambda width, axis: jax.lax.broadcasted_iota(jnp.int32, (1, _ROWS, width), axis)
-    row, column, token = number(heads * size, 1), number(heads * size, 2) & (size - 1), number(decay.shape[1], 1)
+    row, column = number(heads * size, 1), number(heads * size, 2) & (size - 1)
     in_tile = column & (_ROWS - 1)
-    orders = [(pair, by_key) for pair in pairs for by_key in (False, True)[: 1 + pair.turned]]
-
-    def between(level: int, by_key: bool) -> jax.Array:
-        """Whether a tile's row and column are a query and a key of neighbouring parts."""
-        query, key = (in_tile >> level, row >> level) if by_key else (row >> level, in_tile >> level)
-        return (query == key + 1) & ((key & 1) == 0)
-
-    # Within tiles. Scores of a tile's rows with the columns of other tiles are masked at the end.
-    scores = []
-    for pair, by_key in orders:
-        query, key = queries[pair.query], keys[pair.key]
-        if pair.own is None:
-            before = _products(query, key, pair, by_key, heads)
-        elif by_key:
-            of_own, before = (_products(x, key, pair, by_key, heads) for x in (own[pair.own], query))
-        else:  # both take the same keys through the matrix unit
-            of_own, before = _parts(_products(jnp.concatenate([own[pair.own], query]), key, pair, by_key, heads), 2)
-        before = jnp.where(between(0, by_key), before, 0.0)
-        scores.append(before if pair.own is None else _placed(row == in_tile, of_own, before))
+    # Within tiles. What a tile's rows have with the columns of other tiles is masked at the end.
     whole = _tall(decay)  # the product of the decays of a token's part
     queries, keys = tuple(map(_tall, queries)), tuple(map(_tall, keys))
     for level in range(_LEVELS):
-        for i, (pair, by_key) in enumerate(orders if level else []):
-            found = _products(_flat(queries[pair.query]), _flat(keys[pair.key]), pair, by_key, heads)
-            scores[i] = _placed(between(level, by_key), found, scores[i])
-        neighbour, second = exchanged(whole, level), ((token >> level) & 1) == 1
-        of_query, of_key = jnp.where(second, neighbour, 1.0), jnp.where(second, 1.0, neighbour)
-        queries, keys = tuple(of_query * x for x in queries), tuple(of_key * x for x in keys)
-        whole = whole * neighbour
-
-    return _between_tiles(whole, queries, keys, scores, orders, column[0], heads)
+        between = ((row >> level) == (in_tile >> level) + 1) & (((in_tile >> level) & 1) == 0)
+        if level == 0:  # tokens' own keys are needed in all rows
+            with_own = _How(how.of_queries[: len(own)] + how.of_queries, how.wanted[: len(own)] + how.wanted)
+            found = _between((*own, *map(_flat, queries)), tuple(map(_flat, keys)), with_own, heads)
+            scores = [[jnp.where(between, _tall(x), 0.0) for x in xs] for xs in found[len(own) :]]
+            for i, xs in enumerate(found[: len(own)]):
+                scores[i] = [_placed(row == in_tile, _tall(x), y) for x, y in zip(xs, scores[i])]
+            _, _, queries, keys, whole = _merged(queries, keys, whole, level, False)
+            continue
+        left, right, queries, keys, whole = _merged(queries, keys, whole, level, how.shared)
+        found = _between(tuple(map(_flat, left)), tuple(map(_flat, right)), how, heads)
+        scores = [[_placed(between, _tall(x), y) for x, y in zip(xs, ys)] for xs, ys in zip(found, scores)]
+    at = _between_tiles(whole, queries, keys, scores, column[0], how, heads)
+    return at._replace(scores=tuple(x if y is None else _known(x, y) for x, y in zip(at.scores, known)))
 
 
 def _tall(x: jax.Array) -> jax.Array:
@@ -129,83 +107,154 @@ def _flat(x: jax.Array) -> jax.Array:
     return x.reshape(-1, x.shape[-1])
 
 
-def _products(query: jax.Array, key: jax.Array, pair: Pair, by_key: bool, heads: int) -> jax.Array:
-    """The scores of all queries with all keys, in tiles."""
-    left, right = (key, query) if by_key else (query, key)
-    # The other order of the scores has the derivative by the right factor.
-    right = jax.lax.stop_gradient(right) if pair.turned else right
-    return _tall(times_transposed(left, right, heads, pair.precision))
+def _factors(
+    queries: tuple[T, ...], keys: tuple[T, ...], shared: bool, either: Callable[[T, T], T]
+) -> tuple[tuple[T, ...], tuple[T, ...]]:
+    """Left and right factors of the scores between neighbouring parts. If they are shared, the last queries and the keys have the
+    same arrays: `either(query, key)` is the query in second parts, and elsewhere the key."""
+    if not shared:
+        return queries, keys
+    alone = len(queries) - len(keys)
+    both = tuple(either(query, key) for query, key in zip(queries[alone:], keys))
+    return (*queries[:alone], *both), both
+
+
+_Merged = tuple[Arrays, Arrays, Arrays, Arrays, jax.Array]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _merged(queries: Arrays, keys: Arrays, whole: jax.Array, level: int, shared: bool) -> _Merged:
+    """Factors of the scores between parts of 2^level rows of a tile, and the three others for parts of twice as many."""
+    return _merged_forward(queries, keys, whole, level, shared)[0]
+
+
+def _second(like: jax.Array, level: int) -> jax.Array:
+    """Whether a row of a tile is in a second part."""
+    return ((jax.lax.broadcasted_iota(jnp.int32, (1, *like.shape[1:]), 1) >> level) & 1) == 1
+
+
+def _merged_forward(queries: Arrays, keys: Arrays, whole: jax.Array, level: int, shared: bool) -> tuple[_Merged, Any]:
+    neighbour, second = exchanged(whole, level), _second(whole, level)
+    left, right = _factors(queries, keys, shared, lambda query, key: jnp.where(second, query, key))
+    of_query, of_key = jnp.where(second, neighbour, 1.0), jnp.where(second, 1.0, neighbour)
+    after = tuple(of_query * x for x in queries), tuple(of_key * x for x in keys), whole * neighbour
+    return (left, right, *after), (left, right, whole, neighbour, of_query, of_key)
+
+
+def _merged_backward(level: int, shared: bool, kept: Any, d: _Merged) -> tuple[Arrays, Arrays, jax.Array]:
+    left, right, whole, neighbour, of_query, of_key = kept
+    dleft, dright, dqueries, dkeys, dwhole = d
+    second, alone = _second(whole, level), len(left) - len(right)
+    add = functools.partial(functools.reduce, jnp.add)
+    if shared:
+        dneighbour = add([jnp.where(second, dq, dk) * x for dq, dk, x in zip(dqueries[alone:], dkeys, right)])
+        if alone:
+            dneighbour += jnp.where(second, add([dq * x for dq, x in zip(dqueries[:alone], left)]), 0.0)
+    else:
+        of_parts = (add([dx * x for dx, x in zip(*of)]) for of in ((dqueries, left), (dkeys, right)))
+        dneighbour = jnp.where(second, *of_parts)
+    # Cotangents of factors are zero where these are not used.
+    return (
+        tuple(of_query * dx + more for dx, more in zip(dqueries, dleft)),
+        tuple(of_key * dx + more for dx, more in zip(dkeys, dright)),
+        dwhole * neighbour + exchanged(dneighbour + dwhole * whole, level),
+    )
+
+
+_merged.defvjp(_merged_forward, _merged_backward)
 
 
 def _between_tiles(
-    whole: jax.Array, queries: Arrays, keys: Arrays, scores: list[jax.Array], orders: list[tuple[Pair, bool]],
-    column: jax.Array, heads: int,
+    whole: jax.Array, queries: Arrays, keys: Arrays, scores: list[list[jax.Array]], column: jax.Array, how: _How,
+    heads: int,
 ) -> Decayed:  # fmt: skip
     """Merges tiles, whose scores within themselves are known, to the whole chunk.
 
     Args:
       whole: the product of the decays of each tile, in all of its rows.
       queries, keys: decayed from and to their tile's ends.
-      scores: for each of `orders`, of tokens in the same tile; elsewhere anything.
-      orders: pairs, and whether their scores have keys in rows.
+      scores: of tokens in the same tile; elsewhere anything.
       column: the column of each entry within its head, [8, P · m].
     """
     tiles = lambda x: list(_parts(x, x.shape[0]))
     of_tile = lambda x: [jnp.where((column >> _LEVELS) == tile, y[0], 0.0) for tile, y in enumerate(tiles(x))]
-    of_queries, of_keys, of_scores = [tiles(x) for x in queries], [tiles(x) for x in keys], [of_tile(x) for x in scores]
+    of_queries, of_keys = tuple(map(tiles, queries)), tuple(map(tiles, keys))
+    of_scores = [[of_tile(x) for x in xs] for xs in scores]
     wholes = tiles(whole)  # of each part; all rows of a tile are equal
     count = len(wholes)
+    join = lambda x: _flat(jnp.concatenate(x))
     for level in range(_LEVELS, _LEVELS + count.bit_length() - 1):
         length = 1 << (level - _LEVELS)  # tiles of a part
-        for x, (pair, by_key) in zip(of_scores, orders):
-            its_queries, its_keys = of_queries[pair.query], of_keys[pair.key]
-            rows = [tile for tile in range(count) if bool(tile & length) != by_key]
-            if by_key:
-                its_keys = [its_keys[tile] for tile in rows]
-            else:
-                its_queries = [its_queries[tile] for tile in rows]
-            query, key = _flat(jnp.concatenate(its_queries)), _flat(jnp.concatenate(its_keys))
-            found = _products(query, key, pair, by_key, heads)
-            for tile, y in zip(rows, tiles(found)):
-                part = tile // length + (1 if by_key else -1)
-                x[tile] = _placed((column >> level) == part, y[0], x[tile])
+        seconds = [tile for tile in range(count) if tile & length]
+        either = lambda query, key, of=length: [(query if tile & of else key)[tile] for tile in range(count)]
+        left, right = _factors(of_queries, of_keys, how.shared, either)
+        of_seconds = tuple(join([x[tile] for tile in seconds]) for x in left)
+        found = _between(of_seconds, tuple(map(join, right)), how, heads)
+        for x, y in ((x, y) for xs, ys in zip(of_scores, found) for x, y in zip(xs, ys)):
+            for tile, new in zip(seconds, tiles(_tall(y))):
+                x[tile] = _placed((column >> level) == tile // length - 1, new[0], x[tile])
         for tile in range(count):
             of_part, beside = (of_queries, -1) if tile & length else (of_keys, 1)
             for x in of_part:
                 x[tile] = x[tile] * wholes[tile // length + beside]
         wholes = [x * y for x, y in zip(wholes[::2], wholes[1::2])]
-    join = lambda x: _flat(jnp.concatenate(x))
-    ordered = iter([jnp.concatenate(x) for x in of_scores])
     return Decayed(
         tuple(map(join, of_queries)),
         tuple(map(join, of_keys)),
         entry(wholes[0][0], 0),
-        tuple(
-            Turned(next(ordered), next(ordered)) if pair.turned else next(ordered)
-            for pair, by_key in orders if not by_key
-        ),
-    )  # fmt: skip
-
-
-def read(scores: Scores, x: jax.Array, heads: int, precision: Precision) -> jax.Array:
-    """The reads of x by queries, [m, P · w], one row for each key: `times(scores, x)`."""
-    return times(scores, x, heads, precision) if isinstance(scores, jax.Array) else _read(scores, x, heads, precision)
+        tuple(tuple(jnp.concatenate(x) for x in xs) for xs in of_scores),
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _read(scores: Turned, x: jax.Array, heads: int, precision: Precision) -> jax.Array:
-    return times(scores.by_query, x, heads, precision)
+def _between(queries: Arrays, keys: Arrays, how: "_How", heads: int) -> Scores:
+    """Of each of the queries [r, P · D] with each of the keys [m, P · D], [r, P · m].
+
+    Those of all queries are one product with a key, because filling a matrix unit with a factor takes longer than a product.
+    """
+    rows, lanes = queries[0].shape[0], heads * keys[0].shape[0]
+    places = [halves(x) if precision == Precision.HIGH else (x,) for x, precision in zip(queries, how.of_queries)]
+    split = [parts if wanted else () for parts, wanted in zip(places, how.wanted)]
+    zero = jnp.zeros((rows, lanes), jnp.float32)
+    if not any(split):
+        return ((zero,) * len(keys),) * len(queries)
+    left, scores = jnp.concatenate([part for parts in split for part in parts]), []
+    for key in keys:
+        right = halves(key) if any(len(parts) == 2 for parts in split) else (key,)
+        found = product(left, jnp.concatenate([diagonal(part, heads) for part in right]), 1, 1, how.of_queries[0])
+        of_key, place = [], 0
+        for parts in split:
+            x = found[place : place + rows, :lanes] if parts else zero
+            if len(parts) == 2:  # without the product of the two rests
+                x = x + (found[place : place + rows, lanes:] + found[place + rows : place + 2 * rows, :lanes])
+            of_key.append(x)
+            place += len(parts) * rows
+        scores.append(of_key)
+    return tuple(zip(*scores))
 
 
-def _read_backward(
-    heads: int, precision: Precision, kept: tuple[jax.Array, jax.Array], d: jax.Array
-) -> tuple[Turned, jax.Array]:
-    by_key, x = kept
-    dscores = Turned(times_transposed(d, x, heads, precision), times_transposed(x, d, heads, precision))
-    return dscores, times(by_key, d, heads, precision)
+def _between_backward(how: "_How", heads: int, kept: tuple[Arrays, Arrays], d: Scores) -> tuple[Arrays, Arrays]:
+    """In the precision of products with tokens: cotangents do not grow."""
+    queries, keys = kept
+    precision = how.of_queries[0]
+    d_all = jnp.concatenate([jnp.concatenate(of_query, axis=1) for of_query in d])
+    right = jnp.concatenate([diagonal(key, heads) for key in keys])
+    dqueries = product(d_all, right, 1, 0, precision)
+    dkeys = product(d_all, jnp.concatenate(queries), 0, 0, precision)
+    split = lambda x, count: [x[i * x.shape[0] // count : (i + 1) * x.shape[0] // count] for i in range(count)]
+    return tuple(split(dqueries, len(queries))), tuple(of_diagonal(x, heads) for x in split(dkeys, len(keys)))
 
 
-_read.defvjp(lambda scores, x, *how: (_read(scores, x, *how), (scores.by_key, x)), _read_backward)
+_between.defvjp(lambda queries, keys, *of: (_between(queries, keys, *of), (queries, keys)), _between_backward)
+
+
+@jax.custom_vjp
+def _known(scores: Arrays, known: Arrays) -> Arrays:
+    """`scores`, whose values are known."""
+    return known
+
+
+_known.defvjp(lambda scores, known: (known, None), lambda _, d: (d, None))
 
 
 @jax.custom_vjp
@@ -237,8 +286,7 @@ def exchanged(x: jax.Array, level: int) -> jax.Array:
     down = lambda by: jnp.concatenate([x[:, -by:], x[:, :-by]], axis=1)
     if 2 * size == _ROWS:
         return down(size)
-    second = ((jax.lax.broadcasted_iota(jnp.int32, (1, *x.shape[1:]), 1) >> level) & 1) == 1
-    return jnp.where(second, down(size), down(_ROWS - size))
+    return jnp.where(_second(x, level), down(size), down(_ROWS - size))
 
 
 exchanged.defvjp(lambda x, level: (exchanged(x, level), None), lambda level, _, d: (exchanged(d, level),))

@@ -9,9 +9,11 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from atlasjax.plan.libtpu import ACCELERATORS
+from pallas_kernels import blocks
 from pallas_kernels.arguments import BEGINS, CONTINUES, EMPTY, Segments
 from pallas_kernels.layout import matrix_unit
 from pallas_kernels.linear_rule import api, linear_rule
+from pallas_kernels.linear_rule.chunk import RESIDUALS
 from tests.marks import if_slow, some_slow
 from tests.pallas_kernels.test_delta_rule import close
 
@@ -79,15 +81,49 @@ def test_values_and_gradients(shape, chunk_size, decay_first, rule):
     close(found, expected, 2e-6)
 
 
-@each_rule
-def test_wide_matrix_units(rule, monkeypatch):
-    """The form of the backward kernel for matrix units of 256 rows."""
-    args = inputs(1, 37, 2, 16, 8)
-    narrow = run(rule, args, chunk_size=16, interpret=True)
-    monkeypatch.setattr(api, "matrix_unit", lambda: 256)
-    wide = run(rule, args, chunk_size=16, interpret=True)
-    close(wide, run(rule, args, implementation="reference"), 2e-6)
-    assert any(bool(jnp.any(x != y)) for x, y in zip(narrow, wide))  # another program
+REMOVALS = pytest.mark.parametrize("rule", ["delta rule", "RWKV-7"])
+KEPT = pytest.mark.parametrize("residuals", ["inverse", "all"])
+
+
+@REMOVALS
+@KEPT
+def test_values_that_are_kept(rule, residuals):
+    args = inputs(1, 37, 4, 16, 8)
+    expected = run(rule, args, implementation="reference", decay_first=True)
+    close(run(rule, args, chunk_size=16, decay_first=True, interpret=True, residuals=residuals), expected, 2e-6)
+
+
+@pytest.mark.slow
+@REMOVALS
+@KEPT
+@pytest.mark.parametrize("dim", [64, 128])
+def test_values_that_are_kept_of_whole_tiles(rule, residuals, dim):
+    args = inputs(1, 130, 2, dim, dim)
+    expected = run(rule, args, implementation="reference")
+    close(run(rule, args, interpret=True, residuals=residuals), expected, 2e-6)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ((128, 128, 64, 1, 2), "all"),
+        ((64, 64, 64, 1, 2), "inverse"),
+        ((64, 64, 64, 1, 4), "recompute"),
+        ((128, 128, 64, 2, 2), "all"),
+    ],
+)
+def test_default_residuals(sizes, expected):
+    assert api._most_residuals(*sizes) == expected
+
+
+@pytest.mark.parametrize("residuals", [*RESIDUALS])
+def test_one_bfloat16_pass(residuals, monkeypatch):
+    """Products with tokens as large matrix units round their operands."""
+    monkeypatch.setattr(blocks, "matrix_unit", lambda: 256)
+    args = inputs(1, 40, 2, 16, 16, dtype="bfloat16")
+    exact = run("delta rule", jax.tree.map(lambda x: x.astype(jnp.float32), args), implementation="reference")
+    found = run("delta rule", args, chunk_size=16, interpret=True, residuals=residuals)
+    close([x.astype(jnp.float32) for x in found], exact, 2e-2)
 
 
 @pytest.mark.parametrize(("chip", "edge"), [("v5e", 128), ("v5p", 128), ("v6e", 256)])
@@ -128,8 +164,9 @@ def test_split_anywhere(rule):
         close([jnp.concatenate([y1, y2], axis=1), state], [y, final], 2e-6)
 
 
+@pytest.mark.parametrize("residuals", ["all", if_slow("recompute")])
 @each_rule
-def test_packed_segments(rule):
+def test_packed_segments(rule, residuals):
     marks = jnp.array([[CONTINUES, BEGINS, CONTINUES, EMPTY], [BEGINS, BEGINS, EMPTY, EMPTY]], jnp.int32)
     q, k, v, decay, beta, removal, initial = inputs(2, 32, 2, 8, 8)
     real = (jnp.arange(32) % 8 < 6)[None] & (jnp.repeat(marks, 8, axis=1) != EMPTY)
@@ -160,7 +197,7 @@ def test_packed_segments(rule):
         jax.tree.leaves(
             jax.jit(jax.grad(functools.partial(loss, **options), argnums=(0, 1), has_aux=True))(args, segments.start)
         )
-        for options in ({"interpret": True}, {"implementation": "reference"})
+        for options in ({"interpret": True, "residuals": residuals}, {"implementation": "reference"})
     ]
     close(*results, 2e-6)
 
@@ -180,7 +217,7 @@ def test_no_race_and_no_unwritten_memory():
     args = inputs(2, 24, 1, 8, 128)
     interpret = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
     expected = run("RWKV-7", args, implementation="reference")
-    close(run("RWKV-7", args, chunk_size=8, interpret=interpret), expected, 2e-5)
+    close(run("RWKV-7", args, chunk_size=8, interpret=interpret, residuals="all"), expected, 2e-5)
 
 
 def test_bad_input():
@@ -194,6 +231,7 @@ def test_bad_input():
         ("should all be float32 or all bfloat16", (q, k.astype(jnp.bfloat16), v, decay, beta), {}),
         ("removal should be None", (q, k, v, decay, beta, removal), {"delta": True}),
         ("chunk_size=24, should be a power of two", (q, k, v, decay, beta), {"chunk_size": 24}),
+        ("residuals='some', should be one of", (q, k, v, decay, beta), {"residuals": "some"}),
         ("implementation='gpu', should be one of", (q, k, v, decay, beta), {"implementation": "gpu"}),
         ("head dimensions up to 256", (wide, wide, v, wide, beta), {}),
     ]:
