@@ -1,6 +1,5 @@
 """The layout of one program of `chunk_scan`: some heads, whose channels lie in lanes, and some chunks of them."""
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -29,19 +28,6 @@ def in_turn(function: Callable[..., Any], *trees: Any) -> Any:
     count = jax.tree.leaves(trees)[0].shape[0]
     results = [function(*jax.tree.map(lambda x, i=i: x[i], trees)) for i in range(count)]
     return jax.tree.map(lambda *parts: jnp.stack(parts), *results)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def computed_again(function: Callable[..., Any], *args: Any) -> Any:
-    """`function(*args)`, whose derivative computes it again first. So with `in_turn` it follows its own values at once, too."""
-    return function(*args)
-
-
-def _computed_again_backward(function: Callable[..., Any], args: tuple[Any, ...], d: Any) -> tuple[Any, ...]:
-    return jax.vjp(function, *args)[1](d)
-
-
-computed_again.defvjp(lambda function, *args: (function(*args), args), _computed_again_backward)
 
 
 class Unroll(NamedTuple):

@@ -56,7 +56,7 @@ class LinearChunk:
       residuals: what the forward kernel keeps of a chunk with a removal: nothing; "inverse": that of its system, and the scores of
         r; "all": also the scores of q, and X.
       keeps: whether these are further outputs.
-      knows: whether they are further inputs, whose values are not computed again.
+      backward: whether it is the form for the backward kernel, where they are further inputs and not computed again.
     """
 
     removes: bool
@@ -66,17 +66,21 @@ class LinearChunk:
     heads: int = 1
     residuals: Residuals = "recompute"
     keeps: bool = False
-    knows: bool = False
+    backward: bool = False
 
     @property
     def keeping(self) -> "LinearChunk":
         """The same function for a forward kernel before a backward one."""
-        return dataclasses.replace(self, keeps=self.removes and self.residuals != "recompute")
+        return dataclasses.replace(self, keeps=self._keeps_something)
 
     @property
     def differentiated(self) -> "LinearChunk":
         """The same function for the backward kernel."""
-        return dataclasses.replace(self, knows=self.removes and self.residuals != "recompute")
+        return dataclasses.replace(self, backward=True)
+
+    @property
+    def _keeps_something(self) -> bool:
+        return self.removes and self.residuals != "recompute"
 
     @property
     def ahead(self) -> bool:
@@ -100,7 +104,11 @@ class LinearChunk:
     def _parts(self, xs: Arrays) -> "_Inputs":
         q, k, v, decay, *rest = xs
         count = 2 if self.removes and not self.delta else 0
-        known = _Known.of(tuple(rest[count + 1 :]), 1 if self.delta else 2) if self.knows else None
+        known = (
+            _Known.of(tuple(rest[count + 1 :]), 1 if self.delta else 2)
+            if self.backward and self._keeps_something
+            else None
+        )
         return _Inputs(q, k, v, decay, tuple(rest[:count]), rest[count], known)
 
     def _decayed(self, xs: Arrays) -> Decayed:

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.arguments import Arrays
 from pallas_kernels.blocks import Precision, entry, halves, product
+from pallas_kernels.layout import LANES, matrix_unit
 from pallas_kernels.side_by_side import diagonal, of_diagonal
 
 _ROWS = 8  # of a tile
@@ -219,14 +220,22 @@ def _between(queries: Arrays, keys: Arrays, how: "_How", heads: int) -> Scores:
     if not any(split):
         return ((zero,) * len(keys),) * len(queries)
     left, scores = jnp.concatenate([part for parts in split for part in parts]), []
+    of_rest = [parts[0] for parts in split if len(parts) == 2]  # queries that are multiplied with the rests of keys
     for key in keys:
-        right = halves(key) if any(len(parts) == 2 for parts in split) else (key,)
-        found = product(left, jnp.concatenate([diagonal(part, heads) for part in right]), 1, 1, how.of_queries[0])
-        of_key, place = [], 0
+        right = [diagonal(part, heads) for part in (halves(key) if of_rest else (key,))]
+        if of_rest and matrix_unit() > LANES:  # in a wide unit other queries' products with the rests take no time
+            both = product(left, jnp.concatenate(right), 1, 1, how.of_queries[0])
+            found, rests = both[:, :lanes], both[:, lanes:]
+        else:
+            found = product(left, right[0], 1, 1, how.of_queries[0])
+            rests = product(jnp.concatenate(of_rest), right[1], 1, 1, how.of_queries[0]) if of_rest else found
+        of_key, place, of_rests = [], 0, 0
         for parts in split:
-            x = found[place : place + rows, :lanes] if parts else zero
+            x = found[place : place + rows] if parts else zero
             if len(parts) == 2:  # without the product of the two rests
-                x = x + (found[place : place + rows, lanes:] + found[place + rows : place + 2 * rows, :lanes])
+                at = place if rests.shape == found.shape else of_rests
+                x = x + (rests[at : at + rows] + found[place + rows : place + 2 * rows])
+                of_rests += rows
             of_key.append(x)
             place += len(parts) * rows
         scores.append(of_key)
