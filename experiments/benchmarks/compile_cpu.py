@@ -168,16 +168,22 @@ def first_results(trees, kind, name, options):
 
 
 def _ran(tree, arguments):
-    """Wall and processor seconds of one process. Its output is dropped: some of these commands are to fail."""
+    """What one process took. Some of these commands are to fail."""
     folder = tempfile.mkdtemp()
     command = [sys.executable, *(argument.replace("{}", folder) for argument in arguments)]
     start = time.perf_counter()
-    process = subprocess.Popen(
-        command, env=_environment(tree), cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    _, status, used = os.wait4(process.pid, 0)
-    row = {"wall_s": time.perf_counter() - start, "processor_s": used.ru_utime + used.ru_stime}
-    process.returncode = os.waitstatus_to_exitcode(status)
+    with open(pathlib.Path(folder, "log"), "w+") as log:
+        environment = _environment(tree) | {"JAX_LOG_COMPILES": "1"}
+        process = subprocess.Popen(command, env=environment, cwd=folder, stdout=subprocess.PIPE, stderr=log, text=True)
+        row = {}
+        for line in process.stdout:
+            if line.startswith("step "):
+                row.setdefault("first_line_s", time.perf_counter() - start)
+        _, status, used = os.wait4(process.pid, 0)
+        row |= {"wall_s": time.perf_counter() - start, "processor_s": used.ru_utime + used.ru_stime}
+        process.returncode = os.waitstatus_to_exitcode(status)
+        log.seek(0)
+        row["programs"] = sum("Compiling " in line for line in log)
     shutil.rmtree(folder, ignore_errors=True)
     return row | {"code": process.returncode}
 
