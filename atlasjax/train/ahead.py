@@ -1,4 +1,4 @@
-"""The programs of a run, compiled beside each other before they are called."""
+"""The programs of a run, compiled before they are called, beside what the main thread does."""
 
 import concurrent.futures
 import functools
@@ -19,8 +19,6 @@ from atlasjax.train.setup import Setup
 from atlasjax.train.state import TrainState
 from atlasjax.train.step import Batch, EvalStep, Metrics, jit_eval_step
 
-_TOGETHER = 2  # programs that are compiled at the same time, besides what the main thread does
-
 
 class Programs(NamedTuple):
     """What a run calls.
@@ -28,24 +26,25 @@ class Programs(NamedTuple):
     Attributes:
       step: (state, batch) → (state, metrics).
       evaluated: params → the result of each evaluation, by name.
+      wait: waits for the program of a checkpoint's checksums, if it is still being compiled.
     """
 
     step: Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
     evaluated: Callable[[PyTree], dict[str, LanguageModelResult]]
+    wait: Callable[[], object]
 
 
 class Ahead:
-    """Compiles programs in threads: XLA holds no lock of Python. A context manager that waits on exit for those in progress.
+    """Compiles programs in a thread: XLA holds no lock of Python. A context manager that waits on exit for the one in progress.
 
-    JAX keeps what they compile, and a later call of the same program with the same shapes finds it. A call in another setting, such
-    as another default precision, compiles its own, and so does one with other shapes.
+    One after the other, so that the first one is not late. JAX keeps what the thread compiles, and a later call of the same program
+    with the same shapes finds it. A call in another setting, such as another default precision, compiles its own, and so does one
+    with other shapes.
     """
 
     def __init__(self) -> None:
         # Several processes compile as they always did: each program when all of them are there.
-        self._threads = (
-            concurrent.futures.ThreadPoolExecutor(_TOGETHER, "compile") if jax.process_count() == 1 else None
-        )
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "compile") if jax.process_count() == 1 else None
 
     def __enter__(self) -> "Ahead":
         return self
@@ -53,20 +52,22 @@ class Ahead:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._threads is not None:
-            self._threads.shutdown(cancel_futures=True)
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
 
-    def begin(self, program: jax.stages.Wrapped, *shapes: Any) -> Callable[..., Any]:
-        """`program`, which is compiled from now on for arguments of these shapes (static ones as they are).
+    def begin(self, program: jax.stages.Wrapped, *shapes: Any) -> Callable[[], object]:
+        """Compiles a program for arguments of these shapes, static ones as they are. What it returns waits for it."""
+        if self._thread is None:
+            return lambda: None
+        begun = self._thread.submit(lambda: program.trace(*shapes).lower().compile())
+        return lambda: concurrent.futures.wait([begun])
 
-        A call waits for it. An error of tracing or compiling is that of the call.
-        """
-        if self._threads is None:
-            return program
-        begun = self._threads.submit(lambda: program.trace(*shapes).lower().compile())
+    def called(self, program: jax.stages.Wrapped, *shapes: Any) -> Callable[..., Any]:
+        """`program`, which `begin` compiles; a call waits for it, and has its errors."""
+        wait = self.begin(program, *shapes)
 
         def call(*arguments: Any) -> Any:
-            concurrent.futures.wait([begun])
+            wait()
             return program(*arguments)
 
         return call
@@ -82,7 +83,9 @@ def begin(setup: Setup, ahead: Ahead, *, trains: bool) -> Programs:
     """
     state = setup.abstract_state()
     program = setup.jit_step(setup.train_data.max_segments)
-    step = ahead.begin(program, state, _shapes(setup, setup.train_data)) if trains else program
+    step = ahead.called(program, state, _shapes(setup, setup.train_data)) if trains else program
+    # Before the evaluation: a run that is stopped saves without one.
+    wait = integrity.begin(ahead.begin, state) if trains else lambda: None
 
     def eval_step(max_segments: int | None) -> EvalStep:
         program = jit_eval_step(
@@ -91,13 +94,11 @@ def begin(setup: Setup, ahead: Ahead, *, trains: bool) -> Programs:
         if not (trains and setup.tokenizer.is_exact):  # else a batch may have the bytes of its tokens
             return program
         first = next(each for each in setup.evaluation_data.values() if each.max_segments == max_segments)
-        return ahead.begin(program, state.params, _shapes(setup, first))
+        return ahead.called(program, state.params, _shapes(setup, first))
 
     put = functools.partial(global_batch, mesh=setup.mesh)
     evaluated = evaluator(setup.evaluation_data, eval_step, setup.config.eval_batches, put)
-    if trains:
-        integrity.begin(ahead.begin, state)
-    return Programs(step, evaluated)
+    return Programs(step, evaluated, wait)
 
 
 def _shapes(setup: Setup, data: Pipeline) -> dict[str, jax.ShapeDtypeStruct]:

@@ -184,7 +184,7 @@ class _Run:
         self.config = setup.config
         self.results: dict[str, LanguageModelResult] = {}
         self.ema_results: dict[str, LanguageModelResult] = {}
-        self._train_step, self._evaluated = steps
+        self._train_step, self._evaluated, self._compiled = steps
         self._put = functools.partial(global_batch, mesh=setup.mesh)
 
     def steps(
@@ -276,6 +276,7 @@ class _Run:
         self.reporter.record_evaluations(step, self.results, self.ema_results)
 
     def _save(self, state: TrainState, step: int, *, wait: bool) -> None:
+        self._compiled()
         timing = self.reporter.timing
         first = timing.stop_seconds is None
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # Flax and Optax come with it, which take as long to import a
 JSON = ("position", "config", "integrity")
 """The parts of a checkpoint that are JSON."""
 _TOKENIZER = "tokenizer"
+Wait = Callable[[], object]
 
 
 class Fingerprint(TypedDict):
@@ -47,9 +48,9 @@ def describe(state: PyTree, unchecked: frozenset[str] = frozenset()) -> Fingerpr
     return {"finite": bool(finite), "sums": {path: int(value) for path, value in zip(paths, sums)}}
 
 
-def begin(compiled: Callable[..., object], state: "TrainState") -> None:
-    """Lets `compiled` (program, shapes …) begin to compile the program of `describe` for states of these shapes and shardings."""
-    compiled(_fingerprint, state, statistics(state))
+def begin(compiles: Callable[..., Wait], state: "TrainState") -> Wait:
+    """Begins to compile the program of `describe` for states of these shapes and shardings: `compiles` (program, shapes …)."""
+    return compiles(_fingerprint, state, statistics(state))
 
 
 def statistics(state: "TrainState") -> frozenset[str]:
