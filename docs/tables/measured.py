@@ -186,9 +186,11 @@ def devices_longest() -> str:
 def serving_load() -> str:
     """Load figures of the server: the newest run."""
     found = rows(BENCHMARKS / "serving_cpu.jsonl")
-    newest = [row for row in found if row["run"] == found[-1]["run"]]
+    newest = [{"shared": 0, "forget": False} | row for row in found if row["run"] == found[-1]["run"]]
     lines = [
         (
+            f"`{row['preset']}`",
+            f"{64 + row['shared']}{', none kept' if row['forget'] else ''}",
             row["slots"],
             row["conversations"],
             f"{row['tokens_per_second']:.0f}",
@@ -198,8 +200,17 @@ def serving_load() -> str:
         )
         for row in newest
     ]
-    head = ("slots", "conversations", "tokens/s", "first text, median", "longest", "each further token")
-    return table(head, lines, right=range(6))
+    head = (
+        "preset",
+        "prompt",
+        "slots",
+        "conversations",
+        "tokens/s",
+        "first text, median",
+        "longest",
+        "each further token",
+    )
+    return table(head, lines, right=range(1, 8))
 
 
 def bench_softmax_memories() -> str:
