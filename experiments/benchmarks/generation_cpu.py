@@ -115,6 +115,22 @@ def transformers_model():
     return transformers.Mamba2ForCausalLM(config).eval()
 
 
+def greedy_loop(model, tokens):
+    """A function that decodes with transformers after a prompt that has been read, as `generate` does."""
+    import torch
+
+    with torch.no_grad():
+        read = model(tokens, use_cache=True)
+    token = read.logits[:, -1:].argmax(-1)
+
+    def run():
+        now = token
+        for _ in range(DECODED):
+            now = model(now, cache_params=read.cache_params, use_cache=True).logits.argmax(-1)
+
+    return run
+
+
 def peer(what, size, repeats):
     """A row: one quantity of transformers' Mamba-2 and of this library's. size: tokens, or the batch of "decode"."""
     import torch
@@ -127,9 +143,7 @@ def peer(what, size, repeats):
     more = {}
     if what == "decode":
         mine, context = decode(text, batch)
-        run = lambda: theirs.generate(
-            tokens, max_new_tokens=DECODED, do_sample=False, eos_token_id=None, pad_token_id=0
-        )
+        run = greedy_loop(theirs, tokens)
         more = {"param_bytes": params, "state_bytes": context.num_bytes // batch}
     else:
         mine = lambda: (forward if what == "forward" else read)(text)
