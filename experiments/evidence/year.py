@@ -81,10 +81,10 @@ DIRECTIONS = (
         note=lambda: "Its state has the sums of the keys, d² numbers more, which count unless they are free; then keys are as wide "
         "as those of the matrix. The ridge is 1 and β at most 4, as published. Lines without a verdict compare the exact solution "
         "with 30 steps of conjugate gradients.",
-        depends="On the keys, the floats and the passes: in one pass it recalls more pairs if keys are as wide as the matrix's; "
-        "with as many floats it recalls more if they are correlated or come in topics and fewer if they are independent, as sums of "
-        "keys take a third of its floats or more; after 30 passes the delta rule has solved the regression too, and recalls more "
-        "independent and topical pairs.",
+        depends="On the keys, the floats and the passes: in one pass it recalls more pairs if keys are as wide as the "
+        "matrix's; with as many floats it recalls more if they are correlated or come in topics and fewer if they are "
+        "independent, because the sums of keys take a third of its floats or more; after 30 passes the delta rule has "
+        "solved the regression too, and recalls more independent and topical pairs.",
     ),
     Direction(
         "TNT is better than Titans", "arXiv 2511.07343", tnt, ("capacity", "mqar", "zoo", "stability"),
