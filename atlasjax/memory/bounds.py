@@ -94,15 +94,6 @@ class Bound:
         check.number("Bound", "horizon", self.horizon, least=1)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _limited(slope: float, out: jax.Array) -> jax.Array:
-    """out [..., value_dim], with a derivative whose largest entry per token is at most `slope`."""
-    return out
-
-
-_limited.defvjp(lambda slope, out: (out, None), lambda slope, _, d: (_within_slope(slope, d),))
-
-
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 @functools.partial(jax.jit, static_argnums=0)
 def _within_slope(slope: float, d: jax.Array) -> jax.Array:
@@ -125,6 +116,15 @@ def _within_slope_jvp(
     most = jnp.maximum(largest, slope)
     share = jnp.where(largest > slope, row_sums(chosen * change)[..., None] / most, 0.0)
     return _within_slope(slope, d), slope / most * (change - spread(share, d.shape[-1], -1) * d)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _limited(slope: float, out: jax.Array) -> jax.Array:
+    """out [..., value_dim], with a derivative whose largest entry per token is at most `slope`."""
+    return out
+
+
+_limited.defvjp(lambda slope, out: (out, None), lambda slope, _, d: (_within_slope(slope, d),))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -59,15 +59,50 @@ def _polynomial(x: jax.Array, triple: Triple) -> jax.Array:
     return a * identity + b * x + c * _dot(x, x)
 
 
+# The steps are jitted, with their coefficients as arguments, so that all steps of all weights share what is traced.
+
+
+@jax.jit
+def _begun(a: jax.Array, triple: Triple) -> jax.Array:
+    return _polynomial(a, triple)
+
+
+@jax.jit
+def _continued(a: jax.Array, p: jax.Array, q: jax.Array, triple: Triple) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """A, P and Q after one more step."""
+    a = _dot(_dot(p, a), p)
+    p = _polynomial(a, triple)
+    return a, p, _dot(p, q)
+
+
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _chain(a: jax.Array, triples: tuple[Triple, ...]) -> jax.Array:
     """Q of all steps, at least one, from A_0 with unit trace."""
-    q = p = _polynomial(a, triples[0])
+    q = p = _begun(a, triples[0])
     for triple in triples[1:]:
-        a = _dot(_dot(p, a), p)
-        p = _polynomial(a, triple)
-        q = _dot(p, q)
+        a, p, q = _continued(a, p, q, triple)
     return q
+
+
+_Matrices = tuple[jax.Array, jax.Array, jax.Array]
+
+
+def _slope(a: jax.Array, da: jax.Array, triple: Triple) -> jax.Array:
+    return triple[1] * da + triple[2] * _twice_symmetric(_dot(a, da))
+
+
+@jax.jit
+def _begun_jvp(a: jax.Array, da: jax.Array, triple: Triple) -> jax.Array:
+    return _slope(a, da, triple)
+
+
+@jax.jit
+def _continued_jvp(before: _Matrices, after: _Matrices, tangents: _Matrices, triple: Triple) -> _Matrices:
+    """The derivatives of A, P and Q after a step from those before it."""
+    (a, p, q), (next_a, next_p, _), (da, dp, dq) = before, after, tangents
+    da = _twice_symmetric(_dot(0.5 * _dot(p, da) + _dot(dp, a), p))
+    dp = _slope(next_a, da, triple)
+    return da, dp, _dot(dp, q) + _dot(next_p, dq)
 
 
 @_chain.defjvp
@@ -75,15 +110,12 @@ def _chain_jvp(
     triples: tuple[Triple, ...], primals: tuple[jax.Array], tangents: tuple[jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     (a,), (da,) = primals, tangents
-    slope = lambda triple: triple[1] * da + triple[2] * _twice_symmetric(_dot(a, da))
-    q = p = _polynomial(a, triples[0])
-    dq = dp = slope(triples[0])
+    q = p = _begun(a, triples[0])
+    dq = dp = _begun_jvp(a, da, triples[0])
     for triple in triples[1:]:
-        # Before `a` is replaced: it is the derivative of P A P at the present A.
-        da = _twice_symmetric(_dot(0.5 * _dot(p, da) + _dot(dp, a), p))
-        a = _dot(_dot(p, a), p)
-        p, dp = _polynomial(a, triple), slope(triple)
-        q, dq = _dot(p, q), _dot(dp, q) + _dot(p, dq)
+        after = _continued(a, p, q, triple)
+        da, dp, dq = _continued_jvp((a, p, q), after, (da, dp, dq), triple)
+        a, p, q = after
     return q, dq
 
 

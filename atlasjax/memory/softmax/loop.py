@@ -154,8 +154,8 @@ def _forward(
         cache = Cache(cache.keys, *jax.tree.map(put, cache[1:], done[1:]))
         return (after, cache), (y, carry, part)
 
-    (carry, cache), (y, *kept) = meshes.scan(body, (carry, cache), (xs, jnp.arange(sizes.blocks)))
-    return y, carry, cache, tuple(kept)
+    (carry, cache), (y, carries, parts) = meshes.scan(body, (carry, cache), (xs, jnp.arange(sizes.blocks)))
+    return y, carry, cache, (carries, parts)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
