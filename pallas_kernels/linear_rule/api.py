@@ -95,9 +95,8 @@ def linear_rule(
     chunk = LinearChunk(removes, delta, decay_first, token_precision(q.dtype), beside.heads, residuals)
     # Padding keeps the memory. `chunk_scan` would fill it with zeros.
     decay = jnp.pad(decay, ((0, 0), (0, -time % chunk_size), (0, 0), (0, 0)), constant_values=1.0)
-    tokens = [
-        x if x.shape[1] == decay.shape[1] else _padded(x, decay.shape[1]) for x in (q, k, v, decay, *(removal or ()))
-    ]
+    whole = decay.shape[1]
+    tokens = [x if x.shape[1] == whole else _padded(x, whole) for x in (q, k, v, decay, *(removal or ()))]
     restarts = None
     if segments is not None:
         restarts = segments.marks, (beside.weights(segments.start_of_heads(segments.start)),)

@@ -86,14 +86,7 @@ def _token(rule: MemorySpec, params: MemoryParams, initial: dict, carry: dict, t
     """One token of one head of one batch element."""
     carry = dict(carry)
     if "segment" in token:
-        new = (token["segment"] != carry["segment"]) & (carry["segment"] >= 0)
-        # Wide parameters leave a narrow state as it is, as in `scan`.
-        choose = lambda fresh, old: jax.tree.map(lambda f, o: jnp.where(new, f.astype(o.dtype), o), fresh, old)
-        carry["M"] = choose(initial, carry["M"])
-        carry["S"] = choose(rule.optimizer.init(initial), carry["S"])
-        carry["position"] = jnp.where(new, 0, carry["position"])
-        carry["count"] = jnp.where(new, 0, carry["count"])
-        carry["segment"] = token["segment"]
+        carry |= _restarted(rule, initial, carry, token["segment"])
 
     starts_chunk = carry["position"] == 0
     for name, begun in {"M": rule.begin_chunk(carry["M"]), "S": rule.begin_momentum(carry["S"])}.items():
@@ -144,6 +137,20 @@ def _token(rule: MemorySpec, params: MemoryParams, initial: dict, carry: dict, t
         position=(carry["position"] + 1) % rule.chunk_size,
     )
     return carry, read_one(rule, params, M, token["q"])
+
+
+def _restarted(rule: MemorySpec, initial: dict, carry: dict, segment: jax.Array) -> dict:
+    """The parts of the carry that change where a token's segment is another one than that of the token before it."""
+    new = (segment != carry["segment"]) & (carry["segment"] >= 0)
+    # Wide parameters leave a narrow state as it is, as in `scan`.
+    choose = lambda fresh, old: jax.tree.map(lambda f, o: jnp.where(new, f.astype(o.dtype), o), fresh, old)
+    return {
+        "M": choose(initial, carry["M"]),
+        "S": choose(rule.optimizer.init(initial), carry["S"]),
+        "position": jnp.where(new, 0, carry["position"]),
+        "count": jnp.where(new, 0, carry["count"]),
+        "segment": segment,
+    }
 
 
 def _by_token(tokens: Tokens, dtype: jnp.dtype) -> dict[str, jax.Array]:
