@@ -231,6 +231,25 @@ def bench_caching() -> str:
     return table(("tokens", "memory", "s", "temporary MB"), lines, right=(0, 2, 3))
 
 
+def bench_compile() -> str:
+    """Time to the first result: before → now, and their ratio."""
+    lines = []
+    for row in rows(BENCHMARKS / "compile_cpu.jsonl"):
+        now, other = row["now"], row["other"]
+        pair = lambda name, form, now=now, other=other: f"{other[name]:{form}} → {now[name]:{form}}"
+        lines.append(
+            (
+                f"`{row['name']}`",
+                *(f"{pair(name, '.1f')} ({now[name] / other[name]:.2f})" for name in ("trace_s", "compile_s")),
+                f"{pair('hlo_lines', ',')} ({now['hlo_lines'] / other['hlo_lines']:.2f})",
+                f"{now['temporary_bytes'] / other['temporary_bytes']:.2f}",
+                f"{now['run_s'] / other['run_s']:.2f}",
+            )
+        )
+    head = ("rule", "tracing, s", "compiling, s", "lines of HLO", "temporary bytes", "time of a run")
+    return table(head, lines, right=range(1, 6))
+
+
 def bench_muon() -> str:
     """Atlas compared with its twin without Newton–Schulz, against `every`: now, and in the commit before."""
     lines = []
