@@ -2,7 +2,18 @@
 
 from collections.abc import Mapping
 
-from atlasjax.interop import falcon_h1, fla, lfm2, mamba, mamba2_hybrids, nemotron_h, olmo_hybrid, qwen3_5, rwkv7
+from atlasjax.interop import (
+    falcon_h1,
+    fla,
+    fla_delta_rules,
+    lfm2,
+    mamba,
+    mamba2_hybrids,
+    nemotron_h,
+    olmo_hybrid,
+    qwen3_5,
+    rwkv7,
+)
 from atlasjax.interop.family import Family
 from atlasjax.train.errors import ConfigError
 
@@ -10,6 +21,7 @@ FAMILIES = (
     mamba.MAMBA2_TRANSFORMERS, mamba.MAMBA2_MAMBA_SSM, mamba.MAMBA_TRANSFORMERS, mamba.MAMBA_MAMBA_SSM,
     fla.GATED_DELTANET, fla.DELTANET, fla.GLA, qwen3_5.QWEN3_5, olmo_hybrid.OLMO_HYBRID, rwkv7.RWKV7,
     mamba2_hybrids.GRANITE, falcon_h1.FALCON_H1, nemotron_h.NEMOTRON_H, lfm2.LFM2, mamba2_hybrids.BAMBA,
+    fla_delta_rules.KDA, fla_delta_rules.GATED_DELTAPRODUCT, fla_delta_rules.COMBA, fla_delta_rules.MESA_NET,
 )  # fmt: skip
 """The families that can be imported and exported. A run that was not imported is exported as the first one that has its layers."""
 

@@ -11,16 +11,16 @@ from atlasjax.interop.unused import ROTARY
 from atlasjax.nn import AttentionConfig, GatedDeltaNetConfig, HeadNormConfig, ModelConfig
 from atlasjax.train.errors import ConfigError
 
-_SOFTMAX = ("attention", "swa")
+SOFTMAX = ("attention", "swa")
 # Fields of these families' config.json that say how, and not what, their layers compute.
-_NEUTRAL = ("attn_mode", "chunk_size", "mode", "use_output_norm", "use_gk")
+NEUTRAL = ("attn_mode", "chunk_size", "mode", "use_output_norm", "use_gk")
 
 
 def _in_layer(name: str) -> str:
     return f"model.layers.{{n}}.{name}"
 
 
-def _in_mixer(name: str) -> str:
+def in_mixer(name: str) -> str:
     return _in_layer(f"attn.{name}")
 
 
@@ -36,43 +36,45 @@ def _frame(config: ModelConfig) -> list[Row]:
     ]
 
 
-def _table(config: ModelConfig, mixer: str, norm: Sequence[str], inputs: list[Row], gates: list[Row]) -> list[Row]:
+def recurrent_rows(
+    config: ModelConfig, mixer: str, norm: Sequence[str], inputs: list[Row], gates: list[Row]
+) -> list[Row]:
     """The table of a model whose recurrent layers have `mixer`: names of its norm, rows of its inputs and gates."""
-    row = rows_of(_in_mixer, (mixer,))
+    row = rows_of(in_mixer, (mixer,))
     return [
         *_frame(config),
         *inputs,
-        Row(tuple(map(_in_mixer, norm)), "layers.mixer.norm.scale", "k -> k", mixers=(mixer,)),
+        Row(tuple(map(in_mixer, norm)), "layers.mixer.norm.scale", "k -> k", mixers=(mixer,)),
         row("o_proj.weight", "out.kernel", "d i -> i d"),
         *gates,
-        *(attention_rows(_in_mixer, config, _SOFTMAX) if len(config.pattern) > 1 else []),
+        *(attention_rows(in_mixer, config, SOFTMAX) if len(config.pattern) > 1 else []),
     ]
 
 
 def _gated_deltanet_rows(config: ModelConfig) -> list[Row]:
     groups = config.value_heads // config.num_heads
-    inputs = input_rows(_in_mixer, config, "gated_deltanet", "qkvg", groups=groups)
-    return _table(config, "gated_deltanet", ("o_norm.weight",), inputs, gate_rows(_in_mixer))
+    inputs = input_rows(in_mixer, config, "gated_deltanet", "qkvg", groups=groups)
+    return recurrent_rows(config, "gated_deltanet", ("o_norm.weight",), inputs, gate_rows(in_mixer))
 
 
 def _deltanet_rows(config: ModelConfig) -> list[Row]:
-    inputs = input_rows(_in_mixer, config, "deltanet", "qkv")
-    write = rows_of(_in_mixer, ("deltanet",))("b_proj.weight", "write.kernel", "h d -> d h")
-    return _table(config, "deltanet", ("o_norm.weight",), inputs, [write])
+    inputs = input_rows(in_mixer, config, "deltanet", "qkv")
+    write = rows_of(in_mixer, ("deltanet",))("b_proj.weight", "write.kernel", "h d -> d h")
+    return recurrent_rows(config, "deltanet", ("o_norm.weight",), inputs, [write])
 
 
 def _gla_rows(config: ModelConfig) -> list[Row]:
-    row = rows_of(_in_mixer, ("gla",))
+    row = rows_of(in_mixer, ("gla",))
     decay = [
         row("gk_proj.0.weight", "decay_in.kernel", "r d -> d r"),
         row("gk_proj.1.weight", "decay_out.kernel", "(h k) r -> r h k"),
         row("gk_proj.1.bias", "decay_bias", "(h k) -> h k"),
     ]
-    inputs = input_rows(_in_mixer, config, "gla", "qkvg", convolved=False)
-    return _table(config, "gla", ("g_norm_swish_gate.weight", "g_norm.weight"), inputs, decay)
+    inputs = input_rows(in_mixer, config, "gla", "qkvg", convolved=False)
+    return recurrent_rows(config, "gla", ("g_norm_swish_gate.weight", "g_norm.weight"), inputs, decay)
 
 
-def _layers(fields: Fields, name: str, mixer: str, dim: int, layers: int) -> dict[str, Any]:
+def layer_fields(fields: Fields, name: str, mixer: str, dim: int, layers: int) -> dict[str, Any]:
     """Our fields for the mixers of all layers, of which `attn` lists those with attention.
 
     Several specifications in `attn` may differ in whether they have the window.
@@ -106,7 +108,7 @@ def _layers(fields: Fields, name: str, mixer: str, dim: int, layers: int) -> dic
     return made
 
 
-def _shared(fields: Fields, dim: int) -> dict[str, Any]:
+def shared_fields(fields: Fields, dim: int) -> dict[str, Any]:
     """Our fields that the three families have in common, by name."""
     fields.require("hidden_act", "swish", "silu")
     fields.fixed(
@@ -149,9 +151,9 @@ def _gated_deltanet(given: Mapping[str, object], sizes: Sizes) -> ModelConfig:
             f"config.json of {name}: expand_k is {expand:g}; it should be {head_dim * heads / dim:g} or missing, since head_dim is "
             f"{head_dim}."
         )
-    shared = _shared(fields, dim)
+    shared = shared_fields(fields, dim)
     config = ModelConfig(
-        **_layers(fields, name, "gated_deltanet", shared["dim"], fields.layers("num_hidden_layers", 21)),
+        **layer_fields(fields, name, "gated_deltanet", shared["dim"], fields.layers("num_hidden_layers", 21)),
         num_heads=heads,
         head_dim=head_dim,
         value_expansion=fields.whole("expand_v", fields.number("expand_v", default=2.0), "times the size of the keys"),
@@ -163,7 +165,7 @@ def _gated_deltanet(given: Mapping[str, object], sizes: Sizes) -> ModelConfig:
         head_norm=HeadNormConfig(shared=True, eps=shared["norm_eps"] * head_dim),  # q is scaled by head_dim^{−1/2}
         **shared,
     )
-    fields.done(_NEUTRAL)
+    fields.done(NEUTRAL)
     return config
 
 
@@ -176,16 +178,16 @@ def _deltanet(given: Mapping[str, object], sizes: Sizes) -> ModelConfig:
     )  # fmt: skip
     dim, heads = fields.integer("hidden_size", 2048), fields.integer("num_heads", 16)
     widths = _widths(fields, dim, heads, 1.0, 1.0)
-    shared = _shared(fields, dim)
+    shared = shared_fields(fields, dim)
     config = ModelConfig(
-        **_layers(fields, name, "deltanet", dim, fields.layers("num_hidden_layers", 24)),
+        **layer_fields(fields, name, "deltanet", dim, fields.layers("num_hidden_layers", 24)),
         conv_width=fields.integer("conv_size", 4),
         # q is scaled by head_dim^{−1/2}
         head_norm=HeadNormConfig(shared=True, eps=shared["norm_eps"] * widths["head_dim"]),
         **widths,
         **shared,
     )
-    fields.done(_NEUTRAL)
+    fields.done(NEUTRAL)
     return config
 
 
@@ -198,16 +200,16 @@ def _gla(given: Mapping[str, object], sizes: Sizes) -> ModelConfig:
     dim, heads = fields.integer("hidden_size", 2048), fields.integer("num_heads", 4)
     fields.require("num_kv_heads", None, heads)
     config = ModelConfig(
-        **_layers(fields, "GLA", "gla", dim, fields.layers("num_hidden_layers", 24)),
+        **layer_fields(fields, "GLA", "gla", dim, fields.layers("num_hidden_layers", 24)),
         head_norm=HeadNormConfig(shared=True),
         **_widths(fields, dim, heads, 0.5, 1.0),
-        **_shared(fields, dim),
+        **shared_fields(fields, dim),
     )
-    fields.done((*_NEUTRAL, "conv_size"))
+    fields.done((*NEUTRAL, "conv_size"))
     return config
 
 
-def _peer_frame(config: ModelConfig, kind: str, architecture: str) -> dict[str, object]:
+def peer_frame(config: ModelConfig, kind: str, architecture: str) -> dict[str, object]:
     return {
         "architectures": [architecture],
         "model_type": kind,
@@ -237,7 +239,7 @@ def _peer_attention(config: ModelConfig) -> list[dict[str, object]] | dict[str, 
 
 
 def _peer_gated_deltanet(config: ModelConfig) -> dict[str, object]:
-    return _peer_frame(config, "gated_deltanet", "GatedDeltaNetForCausalLM") | {
+    return peer_frame(config, "gated_deltanet", "GatedDeltaNetForCausalLM") | {
         "head_dim": config.resolved_head_dim,
         "expand_v": config.value_expansion,
         "num_v_heads": config.gated_deltanet.value_heads,
@@ -255,36 +257,36 @@ def _peer_sizes(config: ModelConfig) -> dict[str, object]:
 
 
 def _peer_deltanet(config: ModelConfig) -> dict[str, object]:
-    frame = _peer_frame(config, "delta_net", "DeltaNetForCausalLM")
+    frame = peer_frame(config, "delta_net", "DeltaNetForCausalLM")
     return frame | _peer_sizes(config) | {"conv_size": config.conv_width}
 
 
 def _peer_gla(config: ModelConfig) -> dict[str, object]:
-    return _peer_frame(config, "gla", "GLAForCausalLM") | _peer_sizes(config)
+    return peer_frame(config, "gla", "GLAForCausalLM") | _peer_sizes(config)
 
 
 GENERATION = {"use_cache": False}
 """For generation_config.json: `generate` of transformers 5.24 gives the cache under a name that version 0.6.0 ignores, and goes on
 from the last token alone. Without a cache it reads the whole text for each token, which is slow and right."""
-_MATTERS = ("num_heads", "resolved_head_dim", "value_dim", "resolved_mlp_dim", "head_norm")
+MATTERS = ("num_heads", "resolved_head_dim", "value_dim", "resolved_mlp_dim", "head_norm")
 _D = r"model\.layers\.\d+\.attn\.D"  # of Gated DeltaNet, made by older versions and used by none
 GATED_DELTANET = Family(
-    "gated_deltanet", ("gated_deltanet", *_SOFTMAX), of_type("gated_deltanet"), _gated_deltanet, _peer_gated_deltanet,
-    _gated_deltanet_rows, (*_MATTERS, "value_heads", "gated_deltanet.negative_eigenvalues", "conv_width"), unused=(ROTARY, _D),
+    "gated_deltanet", ("gated_deltanet", *SOFTMAX), of_type("gated_deltanet"), _gated_deltanet, _peer_gated_deltanet,
+    _gated_deltanet_rows, (*MATTERS, "value_heads", "gated_deltanet.negative_eigenvalues", "conv_width"), unused=(ROTARY, _D),
     generation=GENERATION,
 )  # fmt: skip
 DELTANET = Family(
-    "delta_net", ("deltanet", *_SOFTMAX), of_type("delta_net"), _deltanet, _peer_deltanet, _deltanet_rows,
-    (*_MATTERS, "conv_width"), unused=(ROTARY,), generation=GENERATION,
+    "delta_net", ("deltanet", *SOFTMAX), of_type("delta_net"), _deltanet, _peer_deltanet, _deltanet_rows,
+    (*MATTERS, "conv_width"), unused=(ROTARY,), generation=GENERATION,
 )  # fmt: skip
 GLA = Family(
     "gla",
-    ("gla", *_SOFTMAX),
+    ("gla", *SOFTMAX),
     of_type("gla"),
     _gla,
     _peer_gla,
     _gla_rows,
-    _MATTERS,
+    MATTERS,
     unused=(ROTARY,),
     generation=GENERATION,
 )

@@ -92,6 +92,36 @@ MODELS = {
          "attn": {"layers": [0], "num_heads": 2, "num_kv_heads": 1, "window_size": 3}},
         2, 11, 4,
     ),
+    "kda": (
+        "fla.models", "KDA",
+        {"hidden_size": 32, "num_heads": 2, "num_v_heads": 4, "head_dim": 8, "expand_v": 2.0, "num_hidden_layers": 2,
+         "allow_neg_eigval": True, "vocab_size": 300, "intermediate_size": 48},
+        2, 13, 4,
+    ),
+    "kda, bounded gate, eps 0.01": (
+        "fla.models", "KDA",
+        {"hidden_size": 24, "num_heads": 3, "head_dim": 8, "num_hidden_layers": 1, "vocab_size": 257, "hidden_ratio": 2,
+         "norm_eps": 0.01, "conv_size": 3, "safe_gate": True, "lower_bound": -4.0, "tie_word_embeddings": True},
+        1, 6, 3,
+    ),
+    "gated_deltaproduct": (
+        "fla.models", "GatedDeltaProduct",
+        {"hidden_size": 32, "num_heads": 2, "head_dim": 8, "num_hidden_layers": 2, "num_householder": 3, "use_forget_gate": True,
+         "allow_neg_eigval": True, "vocab_size": 300, "intermediate_size": 48, "norm_eps": 0.001},
+        2, 13, 4,
+    ),
+    "gated_deltaproduct, without a forget gate": (
+        "fla.models", "GatedDeltaProduct",
+        {"hidden_size": 24, "num_heads": 3, "head_dim": 8, "expand_v": 1.0, "num_hidden_layers": 1, "num_householder": 2,
+         "vocab_size": 257, "intermediate_size": 40, "norm_eps": 0.01},
+        1, 6, 3,
+    ),
+    "comba": (
+        "fla.models", "Comba",
+        {"hidden_size": 32, "num_heads": 2, "num_v_heads": 4, "head_dim": 8, "expand_v": 2.0, "num_hidden_layers": 2,
+         "vocab_size": 300, "intermediate_size": 48, "norm_eps": 0.001},
+        2, 13, 4,
+    ),
     "qwen3_5": (
         "transformers", "Qwen3_5",
         {"hidden_size": 48, "num_hidden_layers": 4, "vocab_size": 300, "intermediate_size": 64, "num_attention_heads": 4,

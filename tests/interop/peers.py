@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
+from tests.interop.fla_peers import FLA
 from tests.interop.hybrid_peers import HYBRIDS
 
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}
@@ -270,6 +271,7 @@ PEERS = {
         _rwkv7(),
     ),
     **HYBRIDS,
+    **FLA,
 }  # fmt: skip
 
 

@@ -35,6 +35,7 @@ def files(folder):
         ("gated_deltanet with attention", "F32", 1), ("olmo_hybrid", "F16", 1), ("qwen3_5 with images", "BF16", 2),
         if_slow("qwen3_5", "F32", 1), ("rwkv7", "BF16", 2), ("granitemoehybrid", "BF16", 2), ("bamba", "F32", 1),
         ("falcon_h1", "F16", 1), ("nemotron_h", "BF16", 2), ("lfm2", "F32", 1),
+        ("kda", "BF16", 2), ("gated_deltaproduct", "F16", 1), if_slow("comba", "F32", 1), ("mesa_net", "BF16", 2),
     ],
 )  # fmt: skip
 def test_round_trip_is_exact(tmp_path, name, dtype, count):
@@ -96,8 +97,12 @@ def test_the_dtype_of_activations(tmp_path, name, dtype, said, expected):
             "falcon_h1",
             "nemotron_h",
             "lfm2",
+            "kda",
+            "gated_deltaproduct",
+            "comba",
+            "mesa_net",
         ],
-        ["mamba2", "gated_deltanet", "delta_net", "gla", "qwen3_5", "rwkv7", "olmo_hybrid"],
+        ["mamba2", "gated_deltanet", "delta_net", "gla", "qwen3_5", "rwkv7", "olmo_hybrid", "comba", "mesa_net"],
     ),
 )
 def test_a_run_of_our_own_can_be_exported(tmp_path, name):

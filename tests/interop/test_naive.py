@@ -16,12 +16,22 @@ from tests.interop.fla_naive import F, convolved, heads, naive, rms, torch, unit
 from tests.marks import some_slow
 
 
+def mesa(x, w, count):
+    """The reads of `fla/layers/mesa_net.py`, solved exactly."""
+    q, k = (unit(heads(convolved(x @ w[f"{name}_proj.weight"].T, w[f"{name}_conv1d.weight"]), count)) for name in "qk")
+    a, b = (x @ w[f"{name}_proj.weight"].T + w[f"{name}_proj.bias"] for name in "ab")
+    ridge, v = heads(F.softplus(w["lambda_params"]) + 0.25, count), heads(x @ w["v_proj.weight"].T, count)
+    return naive("mesa_net").naive_mesa_net_exact(q, k, v, F.logsigmoid(a), ridge, b.sigmoid())[0]
+
+
 def attn(kind, x, w, config):
-    """The token mixer, as `fla/layers/gated_deltanet.py`, `delta_net.py` and `gla.py`."""
+    """The token mixer, as `fla/layers/gated_deltanet.py`, `delta_net.py`, `gla.py` and `mesa_net.py`."""
     more = config.get("num_v_heads", config["num_heads"]) // config["num_heads"]  # heads of values for one of keys
     count, eps = config["num_heads"], config.get("norm_eps", config.get("rms_norm_eps", 1e-6))
     q, k, v = (x @ w[f"{name}_proj.weight"].T for name in "qkv")
-    if kind == "gla":
+    if kind == "mesa_net":
+        y = rms(mesa(x, w, count), w["o_norm.weight"], eps)
+    elif kind == "gla":
         q, k, v = (heads(y, count) for y in (q, k, v))
         gk = (x @ w["gk_proj.0.weight"].T) @ w["gk_proj.1.weight"].T + w["gk_proj.1.bias"]
         y = naive("gla").naive_recurrent_gla(q, k, v, heads(F.logsigmoid(gk) / 16, count))[0]
@@ -81,7 +91,7 @@ def logits(kind, config, w, tokens):
 
 @pytest.mark.parametrize(
     "name",
-    some_slow(["gated_deltanet", "gated_deltanet with attention", "delta_net", "gla"], ["gated_deltanet"]),
+    some_slow(["gated_deltanet", "gated_deltanet with attention", "delta_net", "gla", "mesa_net"], ["gated_deltanet"]),
 )
 def test_logits_at_odd_lengths(tmp_path, name):
     kind, source = name.partition(" ")[0], peers.write(tmp_path / "source", name)

@@ -161,6 +161,11 @@ CONFIGS = [
     ("nemotron_h", {"sliding_window": 64}, ["sliding_window is 64"]),
     ("nemotron_h", {"num_nextn_predict_layers": 1}, ["num_nextn_predict_layers is 1"]),
     ("lfm2", {"conv_bias": True}, ["conv_bias is True"]),
+    ("kda", {"lower_bound": -6}, ["lower_bound is -6", "from -5 to below 0"]),
+    ("kda", {"lower_bound": 1.0, "safe_gate": False}, ["lower_bound is 1.0", "negative"]),
+    ("gated_deltaproduct", {"use_output_gate": False}, ["use_output_gate is False"]),
+    ("comba", {"use_inner_decay": False}, ["use_inner_decay is False"]),
+    ("mesa_net", {"max_cg_step_decoding": 5}, ["max_cg_step_decoding is 5; it should be 30"]),
     ("lfm2", {"layer_types": ["conv", "conv1d"]}, ["layer_types is", "'conv' or 'full_attention'"]),
     ("lfm2", {"model_type": "lfm2_moe"}, ["model_type 'lfm2_moe'"]),
     *(
