@@ -22,6 +22,7 @@ FAMILIES = (
     fla.GATED_DELTANET, fla.DELTANET, fla.GLA, qwen3_5.QWEN3_5, olmo_hybrid.OLMO_HYBRID, rwkv7.RWKV7,
     mamba2_hybrids.GRANITE, falcon_h1.FALCON_H1, nemotron_h.NEMOTRON_H, lfm2.LFM2, mamba2_hybrids.BAMBA,
     fla_delta_rules.KDA, fla_delta_rules.GATED_DELTAPRODUCT, fla_delta_rules.COMBA, fla_delta_rules.MESA_NET,
+    mamba.FALCON_MAMBA,
 )  # fmt: skip
 """The families that can be imported and exported. A run that was not imported is exported as the first one that has its layers."""
 

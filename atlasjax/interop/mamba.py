@@ -1,8 +1,9 @@
-"""Mamba and Mamba-2 as transformers and mamba_ssm write them (state-spaces/mamba-130m … 2.8b, mamba2-130m … 2.7b)."""
+"""Mamba and Mamba-2 as transformers and mamba_ssm write them (state-spaces/mamba-130m …, mamba2-130m …), and Falcon-Mamba."""
 
 import math
 from collections.abc import Callable, Mapping
 
+from atlasjax.check import is_integer
 from atlasjax.interop import layers
 from atlasjax.interop.family import Family, Fields, Sizes
 from atlasjax.interop.layers import MAMBA2_MATTERS, head_row, of_type, step_limit
@@ -67,18 +68,33 @@ def _read_transformers(fields: Fields, mixer: str, ssm: SSMConfig, *, tied: bool
 
 
 def _mamba_from_transformers(given: Mapping[str, object], sizes: Sizes) -> ModelConfig:
-    fields = Fields(given, "Mamba", sizes)
+    return _read_mamba_of_transformers(Fields(given, "Mamba", sizes), None)
+
+
+def _falcon_mamba(given: Mapping[str, object], sizes: Sizes) -> ModelConfig:
+    inner, dim = given.get("intermediate_size"), given.get("hidden_size")
+    if is_integer(inner, 1) and is_integer(dim, 1) and inner % dim == 0:
+        given = {
+            **given,
+            "expand": inner // dim,
+        }  # the peer then ignores its `expand`
+    fields = Fields(given, "Falcon-Mamba", sizes)
+    return _read_mamba_of_transformers(fields, fields.number("mixer_rms_eps", default=1e-6))
+
+
+def _read_mamba_of_transformers(fields: Fields, selection_eps: float | None) -> ModelConfig:
     ssm = SSMConfig(
         state_dim=fields.integer("state_size", 16),
         expand=fields.integer("expand", 2),
         dt_rank=fields.integer_or("auto", "time_step_rank"),
+        selection_eps=selection_eps,
     )
     config = _read_transformers(fields, "mamba", ssm, tied=True)
     inner = ssm.expand * config.dim
     # The names of mamba_ssm stand beside those of transformers in the files of state-spaces/mamba-130m-hf … 2.8b-hf.
     fields.fixed(intermediate_size=inner, d_inner=inner, d_model=config.dim, ssm_cfg={}, n_layer=config.num_layers)
     fields.done((*_NEUTRAL, "pad_vocab_size_multiple", "time_step_init_scheme", "time_step_scale", "use_associative_scan",
-                 "use_mambapy"))  # fmt: skip
+                 "use_falcon_mambapy", "use_mambapy"))  # fmt: skip
     return config
 
 
@@ -126,6 +142,11 @@ def _mamba_to_transformers(config: ModelConfig) -> dict[str, object]:
         "intermediate_size": config.ssm.expand * config.dim,
         "time_step_rank": config.resolved_dt_rank,
     }
+
+
+def _falcon_mamba_to_transformers(config: ModelConfig) -> dict[str, object]:
+    names = {"architectures": ["FalconMambaForCausalLM"], "model_type": "falcon_mamba"}
+    return _mamba_to_transformers(config) | names | {"mixer_rms_eps": config.ssm.selection_eps or 1e-6}
 
 
 def _mamba2_to_transformers(config: ModelConfig) -> dict[str, object]:
@@ -195,7 +216,8 @@ def _is_mamba_ssm(layer: str) -> Callable[[Mapping[str, object]], bool]:
     return is_mine
 
 
-_MAMBA, _MAMBA2 = ("ssm.state_dim", "ssm.expand", "conv_width", "resolved_dt_rank"), MAMBA2_MATTERS
+_MAMBA = ("ssm.state_dim", "ssm.expand", "ssm.selection_eps", "conv_width", "resolved_dt_rank")
+_MAMBA2 = MAMBA2_MATTERS
 MAMBA2_TRANSFORMERS = Family(
     "mamba2", ("mamba2",), of_type("mamba2"), _mamba2_from_transformers, _mamba2_to_transformers, mamba2_rows, _MAMBA2
 )  # fmt: skip
@@ -209,4 +231,7 @@ MAMBA_TRANSFORMERS = Family(
 MAMBA_MAMBA_SSM = Family(
     "mamba of mamba_ssm", ("mamba",), _is_mamba_ssm("Mamba1"),
     lambda given, sizes: _from_mamba_ssm(given, sizes, "mamba", "Mamba", "Mamba1", _read_mamba), None, mamba_rows, _MAMBA,
+)  # fmt: skip
+FALCON_MAMBA = Family(
+    "falcon_mamba", ("mamba",), of_type("falcon_mamba"), _falcon_mamba, _falcon_mamba_to_transformers, mamba_rows, _MAMBA
 )  # fmt: skip

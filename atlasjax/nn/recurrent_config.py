@@ -21,6 +21,8 @@ class SSMConfig:
       output_norm: the norm of "mamba2" around its gate z: "gated", norm(y ⊙ SiLU(z)), as published; "before_gate",
         norm(y) ⊙ SiLU(z); or "none", y ⊙ SiLU(z), as in Falcon-H1.
       least_step, largest_step: bounds of Δ in "mamba2", ≥ 0. largest_step None: no bound.
+      selection_eps: eps > 0 of RMS norms, without scales, of B, C and the input of Δ's projection (Mamba, Longhorn), as in
+        Falcon-Mamba. None: no norms.
 
     Raises:
       ValueError: a field is out of range.
@@ -35,6 +37,7 @@ class SSMConfig:
     output_norm: Literal["gated", "before_gate", "none"] = "gated"
     least_step: float = 0.0
     largest_step: float | None = None
+    selection_eps: float | None = None
 
     def __post_init__(self) -> None:
         sizes = ("state_dim", "expand", "head_dim", "dt_rank", "groups", "inner")
@@ -42,6 +45,7 @@ class SSMConfig:
         check.choice("SSMConfig", "output_norm", self.output_norm, ("gated", "before_gate", "none"))
         check.number("SSMConfig", "least_step", self.least_step, least=0)
         check.number("SSMConfig", "largest_step", self.largest_step, above=self.least_step, optional=True)
+        check.number("SSMConfig", "selection_eps", self.selection_eps, above=0, optional=True)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,6 +38,17 @@ MODELS = {
          "layer_norm_epsilon": 1e-3, "conv_kernel": 3, "tie_word_embeddings": False},
         3, 7, 16,
     ),
+    "falcon_mamba": (
+        "transformers", "FalconMamba",
+        {"hidden_size": 32, "state_size": 16, "num_hidden_layers": 3, "vocab_size": 300},
+        2, 131, 16,
+    ),
+    "falcon_mamba, untied, eps 0.01": (
+        "transformers", "FalconMamba",
+        {"hidden_size": 24, "state_size": 7, "expand": 3, "num_hidden_layers": 2, "vocab_size": 257, "time_step_rank": 5,
+         "layer_norm_epsilon": 1e-3, "mixer_rms_eps": 0.01, "conv_kernel": 3, "tie_word_embeddings": False},
+        3, 7, 16,
+    ),
     "gated_deltanet": (
         "fla.models", "GatedDeltaNet",
         {"hidden_size": 32, "num_heads": 2, "head_dim": 16, "expand_v": 2.0, "num_hidden_layers": 2, "vocab_size": 300,

@@ -203,6 +203,10 @@ PEERS = {
         {**_mamba2("embedding", tied=True), "lm_head.weight": (264, 8)},  # the tied head again, as PyTorch saves it
     ),
     "mamba": ({**_MAMBA, "vocab_size": 264, "tie_word_embeddings": False}, _mamba("embeddings", tied=False)),
+    "falcon_mamba": (
+        {**_MAMBA, "model_type": "falcon_mamba", "vocab_size": 264, "mixer_rms_eps": 1e-3, "expand": 16},
+        _mamba("embeddings", tied=True),
+    ),
     "mamba tied": (
         {**_MAMBA, "vocab_size": 264, "d_model": 8, "n_layer": 2, "d_inner": 16, "ssm_cfg": {}, "rms_norm": True},
         _mamba("embeddings", tied=True),

@@ -11,7 +11,7 @@ from atlasjax.nn.attention import output_projection
 from atlasjax.nn.baselines.recurrent import RecurrentMixer
 from atlasjax.nn.baselines.step_sizes import step_bias
 from atlasjax.nn.config import ModelConfig
-from atlasjax.nn.layers import CausalConv, Linear, segment_starts
+from atlasjax.nn.layers import CausalConv, Linear, rms_normalize, segment_starts
 from atlasjax.nn.parameters import param
 
 
@@ -30,11 +30,12 @@ class MambaBlock(RecurrentMixer):
     """The block around the recurrences of Mamba and Longhorn:
 
         x, z = u W_in,  x ← SiLU(conv(x) + b)
-        low, B, C = x W_x,  Δ = activation(low W_Δ + b_Δ)       Δ per channel, of rank dt_rank
+        low, B, C = x W_x,  Δ = activation(low W_Δ + b_Δ)       Δ per channel, of rank dt_rank; with
+                                                                `ssm.selection_eps` low, B and C each go through an RMS norm first
         out = ((recurrence(x, Δ, B, C) + D ⊙ x) ⊙ SiLU(z)) W_out
 
     Args:
-      config: dim, conv_width, ssm (expand, state_dim, dt_rank), num_layers (for W_out's initial scale), dtype.
+      config: dim, conv_width, ssm (expand, state_dim, dt_rank, selection_eps), num_layers (for W_out's initial scale), dtype.
       bias: initial value of b_Δ, [expand · dim].
       rngs: source of the initial values.
     """
@@ -44,7 +45,7 @@ class MambaBlock(RecurrentMixer):
         inner = ssm.expand * config.dim
         rank = config.resolved_dt_rank
         self.dtype = jnp.dtype(config.dtype)
-        self.inner, self.state_dim, self.rank = inner, ssm.state_dim, rank
+        self.inner, self.state_dim, self.rank, self.selection_eps = inner, ssm.state_dim, rank, ssm.selection_eps
         self.inputs = Linear((config.dim, 2, inner), ("embed", None, "heads"), rngs=rngs)
         self.conv = CausalConv(config.conv_width, (inner,), ("heads",), rngs=rngs)
         self.conv_bias = param(jnp.zeros(inner, jnp.float32), "heads")
@@ -67,7 +68,10 @@ class MambaBlock(RecurrentMixer):
         projected = self.inputs(x)
         mixed, inputs = self.conv(projected[:, :, 0], inputs, segment_ids)
         mixed = jax.nn.silu(mixed + self.conv_bias[None, None]).astype(x.dtype)
-        low, write, read = jnp.split(self.selection(mixed), (self.rank, self.rank + self.state_dim), axis=-1)
+        selected = jnp.split(self.selection(mixed), (self.rank, self.rank + self.state_dim), axis=-1)
+        if self.selection_eps is not None:
+            selected = [rms_normalize(part, self.selection_eps).astype(x.dtype) for part in selected]
+        low, write, read = selected
         step = self.activate(self.step(low).astype(jnp.float32) + self.step_bias[None, None])
         return MambaTokens(mixed, projected[:, :, 1], step, write, read), inputs
 
