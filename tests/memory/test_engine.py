@@ -61,7 +61,8 @@ def both(rule, **kwargs):
 # Every structure, objective, optimizer and retention; the other rules' rounding runs if slow.
 ROUNDED = (
     "all_of_them", "atlas_every", "dgd_matrix", "gated_delta_momentum", "gated_small", "gdn2", "gla", "longhorn_channel",
-    "memora_matrix", "moneta_matrix", "own_delta_rule", "own_loss_matrix", "own_sign_momentum", "plain_small", "rwkv7", "swiglu_small",
+    "memora_matrix", "moneta_matrix", "own_delta_rule", "own_loss_matrix", "own_sign_momentum", "plain_small", "rwkv7",
+    "swiglu_small",
 )  # fmt: skip
 
 
