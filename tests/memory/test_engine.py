@@ -26,9 +26,9 @@ EXACT = 1e-9
 
 # Rules whose every choice is in other rules; gradients if slow.
 RELATIVES = set(RULES) - {
-    "all_of_them", "atlas_every", "channel_steps_chunk8", "deep_small", "delta_rule_decay", "dgd_matrix",
-    "gated_delta_momentum", "gated_delta_rule", "gated_small", "gdn2", "gla", "longhorn", "longhorn_channel", "memora_matrix",
-    "moneta_matrix", "muon_matrix_channel", "own_delta_rule", "own_loss_matrix", "own_sign_momentum", "plain_small", "rwkv7", "ttt_linear",
+    "all_of_them", "atlas_every", "channel_steps_chunk8", "deep_small", "delta_rule_decay", "dgd_matrix", "gated_delta_momentum",
+    "gated_delta_rule", "gated_small", "gdn2", "gla", "longhorn", "longhorn_channel", "memora_matrix", "moneta_matrix",
+    "muon_matrix_channel", "own_delta_rule", "own_loss_matrix", "own_sign_momentum", "plain_small", "rwkv7", "ttt_linear",
     "ttt_mlp_small", "momentum_delta", "write_gate_map", "swiglu_small",
 }  # fmt: skip
 
