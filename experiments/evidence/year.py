@@ -48,7 +48,9 @@ def tnt() -> list[Line]:
     free = f"{_TITANS}, TNT, buffers free"
     pairs = [(f"{_TITANS}, TNT", _TITANS), (free, f"{_TITANS}, buffers free")]
     pairs += [(free, f"{_TITANS}, chunks of 16, buffers free")]
-    return capacity(pairs) + mqar([("titans-tnt", "titans")]) + lines.whole_runs(PAIRS["tnt"])
+    plain = [(f"{_TITANS}, TNT without projection, buffers free", f"{_TITANS}, buffers free")]
+    found = capacity(pairs) + lines.not_claimed(capacity(plain))
+    return found + mqar([("titans-tnt", "titans")]) + lines.whole_runs(PAIRS["tnt"])
 
 
 def projection() -> list[Line]:
@@ -90,7 +92,8 @@ DIRECTIONS = (
         "TNT is better than Titans", "arXiv 2511.07343", tnt, ("capacity", "mqar", "zoo", "stability"),
         note=lambda: "A global memory with chunks of 16 pairs, and a local one, online, that restarts every 48. Both write all "
         "pairs, with step sizes of their own. The state counts both memories, their momentum and the sum of keys that projects "
-        "queries. TNT's other claim, speed, is in the benchmarks.",
+        "queries. Nothing is trained. The line without a verdict has no projection, to which direction 39 leads. TNT's other "
+        "claim, speed, is in the benchmarks.",
     ),
     Direction(
         "TNT: local queries should be projected on the keys seen", "arXiv 2511.07343", projection, ("capacity",),
