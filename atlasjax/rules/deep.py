@@ -67,7 +67,7 @@ def dgd(
     chunk_size: int = 16, structure: structures.Structure = structures.MLP(expansion=1),
     features: features_lib.Features = features_lib.Identity(),
 ) -> MemoryRule:  # fmt: skip
-    """Delta gradient descent (HOPE; Nested Learning, NeurIPS 2025, App. B): gradient descent with weight decay that also forgets,
+    """Delta gradient descent (HOPE; Nested Learning, NeurIPS 2025): gradient descent with weight decay that also forgets,
     in the matrices that read the key, what was stored along it. The memory is M(x) = x + W1 gelu(W2 x) by default.
 
     The loss is ½‖M(k) − v‖², half of the paper's: its gradient is half of theirs at the same η. fla has no function for it.
