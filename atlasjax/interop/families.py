@@ -9,6 +9,7 @@ from atlasjax.interop import (
     lfm2,
     mamba,
     mamba2_hybrids,
+    mamba3,
     nemotron_h,
     olmo_hybrid,
     qwen3_5,
@@ -22,7 +23,7 @@ FAMILIES = (
     fla.GATED_DELTANET, fla.DELTANET, fla.GLA, qwen3_5.QWEN3_5, olmo_hybrid.OLMO_HYBRID, rwkv7.RWKV7,
     mamba2_hybrids.GRANITE, falcon_h1.FALCON_H1, nemotron_h.NEMOTRON_H, lfm2.LFM2, mamba2_hybrids.BAMBA,
     fla_delta_rules.KDA, fla_delta_rules.GATED_DELTAPRODUCT, fla_delta_rules.COMBA, fla_delta_rules.MESA_NET,
-    mamba.FALCON_MAMBA,
+    mamba.FALCON_MAMBA, mamba3.MAMBA3,
 )  # fmt: skip
 """The families that can be imported and exported. A run that was not imported is exported as the first one that has its layers."""
 

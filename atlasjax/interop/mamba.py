@@ -21,7 +21,7 @@ def mamba_rows(config: ModelConfig) -> list[Row]:
     inner = config.ssm.expand * config.dim
     x, z = (0, inner), (inner, 2 * inner)
     return [
-        *_around(config),
+        *backbone_rows(config),
         Row(_MIXER + "out_proj.weight", "layers.mixer.out.kernel", "d i -> i d"),
         Row(_PROJECTION, "layers.mixer.inputs.kernel", "i d -> d i", x, _FIRST),
         Row(_PROJECTION, "layers.mixer.inputs.kernel", "i d -> d i", z, _SECOND),
@@ -37,11 +37,16 @@ def mamba_rows(config: ModelConfig) -> list[Row]:
 
 def mamba2_rows(config: ModelConfig) -> list[Row]:
     """The table of Mamba-2."""
-    return [*_around(config), *layers.mamba2_rows(lambda name: _MIXER + name, config)]
+    return [*backbone_rows(config), *layers.mamba2_rows(in_mixer, config)]
 
 
-def _around(config: ModelConfig) -> list[Row]:
-    """The rows around the recurrence, which both have."""
+def in_mixer(name: str) -> str:
+    """The name of a tensor inside the mixer."""
+    return _MIXER + name
+
+
+def backbone_rows(config: ModelConfig) -> list[Row]:
+    """The rows around the recurrence, which all of them have."""
     return [
         Row(("backbone.embeddings.weight", "backbone.embedding.weight"), "embedding", "v d -> v d"),
         Row("backbone.norm_f.weight", "norm.scale", "d -> d"),

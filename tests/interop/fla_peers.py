@@ -38,6 +38,19 @@ def _kda(key=3, value=6, heads=2, value_heads=4, dim=12):
     return _mixer({"q": heads * key, "k": heads * key, "v": inner, "b": value_heads}, "qkv", value, inner) | more
 
 
+def _mamba3(dim=12, heads=6, size=4, rank=2, groups=2, state=6, angles=1, vocab=260, layers=2):
+    inner = heads * size
+    mixer = {
+        "in_proj.weight": (2 * inner + 2 * rank * groups * state + 3 * heads + angles, dim), "dt_bias": (heads,), "D": (heads,),
+        "B_norm.weight": (state,), "C_norm.weight": (state,), "B_bias": (heads, rank, state), "C_bias": (heads, rank, state),
+        **{f"mimo_{x}": (heads, rank, size) for x in "xzo"}, "norm.weight": (inner,), "out_proj.weight": (dim, inner),
+    }  # fmt: skip
+    inside = {"norm.weight": (dim,), **{f"mixer.{name}": shape for name, shape in mixer.items()}}
+    found = {f"backbone.layers.{n}.{name}": shape for n in range(layers) for name, shape in inside.items()}
+    ends = {"embeddings.weight": (vocab, dim), "norm_f.weight": (dim,)}
+    return found | {f"backbone.{x}": shape for x, shape in ends.items()} | {"lm_head.weight": (vocab, dim)}
+
+
 # name → (config.json, tensor → shape)
 FLA = {
     "kda": (
@@ -63,5 +76,10 @@ FLA = {
             _mixer({**dict.fromkeys("qkvg", 8), "a": 2, "b": 2}, "qk", 4, 8)
             | {"a_proj.bias": (2,), "b_proj.bias": (2,), "lambda_params": (8,)}
         ),
+    ),
+    "mamba3": (
+        {"model_type": "mamba3", "hidden_size": 12, "num_hidden_layers": 2, "vocab_size": 260, "head_dim": 4, "state_size": 6,
+         "n_groups": 2, "num_heads": 6, "is_mimo": True, "mimo_rank": 2, "is_outproj_norm": True, "dt_min": 0.001},
+        _mamba3(),
     ),
 }  # fmt: skip

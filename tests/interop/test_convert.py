@@ -36,7 +36,7 @@ def files(folder):
         if_slow("qwen3_5", "F32", 1), ("rwkv7", "BF16", 2), ("granitemoehybrid", "BF16", 2), ("bamba", "F32", 1),
         ("falcon_h1", "F16", 1), ("nemotron_h", "BF16", 2), ("lfm2", "F32", 1),
         ("kda", "BF16", 2), ("gated_deltaproduct", "F16", 1), if_slow("comba", "F32", 1), ("mesa_net", "BF16", 2),
-        ("falcon_mamba", "F32", 1),
+        ("falcon_mamba", "F32", 1), ("mamba3", "BF16", 2),
     ],
 )  # fmt: skip
 def test_round_trip_is_exact(tmp_path, name, dtype, count):
@@ -103,6 +103,7 @@ def test_the_dtype_of_activations(tmp_path, name, dtype, said, expected):
             "comba",
             "mesa_net",
             "falcon_mamba",
+            "mamba3",
         ],
         ["mamba2", "gated_deltanet", "delta_net", "gla", "qwen3_5", "rwkv7", "olmo_hybrid", "comba", "mesa_net"],
     ),

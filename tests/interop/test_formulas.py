@@ -11,8 +11,11 @@ import pytest
 from flax import nnx
 
 from atlasjax.interop import import_weights
+from atlasjax.nn import Mamba3Config, ModelConfig, SSMConfig
 from atlasjax.train.load import load_run
 from tests.interop import peers
+from tests.marks import some_slow
+from tests.nn import mamba3_formula
 from tests.nn.baseline_formulas import rms, sigmoid, silu, softplus, unit
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
@@ -39,6 +42,32 @@ def mamba(tokens, w, config):
     for n in range(config["num_hidden_layers"]):
         layer = inside(w, f"backbone.layers.{n}.")
         x = x + mamba_mixer(rms(x, 1e-5) * layer["norm.weight"], inside(layer, "mixer."), config)
+    return rms(x, 1e-5) * w["backbone.norm_f.weight"] @ w["lm_head.weight"].T
+
+
+def mamba3(tokens, w, config):
+    """flash-linear-attention's `Mamba3ForCausalLM`, which runs on CUDA alone: its `in_proj` cut as `_project_and_split` does."""
+    inner, heads = config["num_heads"] * config["head_dim"], config["num_heads"]
+    rank, state, groups = config["mimo_rank"], config["state_size"], config["n_groups"]
+    sizes = [inner, inner, rank * groups * state, rank * groups * state, heads, heads, heads]
+    own = ModelConfig(
+        ssm=SSMConfig(state_dim=state, head_dim=config["head_dim"], groups=groups), mamba3=Mamba3Config(rank, output_norm=True),
+        norm_eps=1e-5,
+    )  # fmt: skip
+    x = w["backbone.embeddings.weight"][tokens]
+    for n in range(config["num_hidden_layers"]):
+        layer = inside(w, f"backbone.layers.{n}.")
+        mixer = inside(layer, "mixer.")
+        z, v, B, C, step, rate, blend, angles = np.split(mixer["in_proj.weight"].T, np.cumsum(sizes), axis=1)
+        kernels = {
+            "inputs": np.hstack([z, v]), "selection": np.hstack([B, C]), "gates": np.stack([step, rate, blend], 1), "rates": angles,
+            "out": mixer["out_proj.weight"].T,
+        }  # fmt: skip
+        p = {name: {"kernel": kernel} for name, kernel in kernels.items()}
+        p |= {f"{x}_norm": {"scale": mixer[f"{x}_norm.weight"]} for x in "BC"}
+        p |= {name: np.swapaxes(mixer[name], 0, 1) for name in ("B_bias", "C_bias", "mimo_x", "mimo_z", "mimo_o")}
+        p |= {"dt_bias": mixer["dt_bias"], "D": mixer["D"], "norm": {"scale": mixer["norm.weight"].reshape(heads, -1)}}
+        x = x + mamba3_formula.mamba3(p, rms(x, 1e-5) * layer["norm.weight"], own)
     return rms(x, 1e-5) * w["backbone.norm_f.weight"] @ w["lm_head.weight"].T
 
 
@@ -182,10 +211,16 @@ def inside(w, prefix):
     return {name.removeprefix(prefix): x for name, x in w.items() if name.startswith(prefix)}
 
 
-FORMULAS = {"mamba": mamba, "qwen3_5 with images": qwen3_5, "olmo_hybrid": olmo_hybrid, "rwkv7": rwkv7}
+FORMULAS = {
+    "mamba": mamba,
+    "mamba3": mamba3,
+    "qwen3_5 with images": qwen3_5,
+    "olmo_hybrid": olmo_hybrid,
+    "rwkv7": rwkv7,
+}
 
 
-@pytest.mark.parametrize("kind", FORMULAS)
+@pytest.mark.parametrize("kind", some_slow(FORMULAS, ["mamba3"]))
 def test_logits(tmp_path, kind):
     source = peers.write(tmp_path / "source", kind)
     import_weights(source, tmp_path / "run", tokenizer="byte")

@@ -167,6 +167,7 @@ CONFIGS = [
     ("comba", {"use_inner_decay": False}, ["use_inner_decay is False"]),
     ("mesa_net", {"max_cg_step_decoding": 5}, ["max_cg_step_decoding is 5; it should be 30"]),
     ("falcon_mamba", {"intermediate_size": 20}, ["intermediate_size is 20"]),
+    ("mamba3", {"mimo_rank": 1}, ["mimo_rank is 1; it should be larger"]),
     ("lfm2", {"layer_types": ["conv", "conv1d"]}, ["layer_types is", "'conv' or 'full_attention'"]),
     ("lfm2", {"model_type": "lfm2_moe"}, ["model_type 'lfm2_moe'"]),
     *(
