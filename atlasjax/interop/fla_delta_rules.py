@@ -254,7 +254,7 @@ def _mesa(given: Mapping[str, object], sizes: Sizes) -> ModelConfig:
         **layer_fields(fields, "MesaNet", "mesa", dim, fields.layers("num_hidden_layers", 24)),
         mesa=MesaConfig(output_gate=fields.boolean("use_output_gate", False), steps=steps),
         conv_width=fields.integer("conv_size", 4),
-        head_norm=HeadNormConfig(shared=True, eps=shared["norm_eps"]),
+        head_norm=HeadNormConfig(shared=True),
         **of_head,
         **shared,
     )

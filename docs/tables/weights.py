@@ -72,6 +72,11 @@ PUBLIC: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ),
     ("LFM2", "lfm2", {"hidden_size": 1024, "num_attention_heads": 16, "full_attn_idxs": [2], "num_hidden_layers": 3}),
     ("Bamba", "bamba", {"attn_layer_indices": [1], "num_hidden_layers": 2, "intermediate_size": 14336}),
+    ("KDA", "kda", {}),
+    ("Gated DeltaProduct, two writes", "gated_deltaproduct", {"num_householder": 2, "use_forget_gate": True}),
+    ("Comba", "comba", {}),
+    ("MesaNet", "mesa_net", {}),
+    ("Mamba-3, rank 4", "mamba3", {"is_mimo": True}),
 )  # fmt: skip
 
 
