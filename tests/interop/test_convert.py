@@ -13,7 +13,7 @@ from atlasjax import cli
 from atlasjax.distributed import make_mesh
 from atlasjax.interop import FAMILIES, convert, export, export_weights, families, import_weights, layout, tensors
 from atlasjax.interop.family import Sizes
-from atlasjax.nn import AttentionConfig, HeadNormConfig, ModelConfig, SSMConfig
+from atlasjax.nn import AttentionConfig, HeadNormConfig, ModelConfig
 from atlasjax.presets import get_preset
 from atlasjax.train.errors import ConfigError
 from atlasjax.train.load import load_run
@@ -146,7 +146,7 @@ def shared_norm(eps, **fields):
     [
         (
             ModelConfig(),
-            r"mixer 'memory'; families have deltanet \(or with attention and swa\), .*, mamba, mamba2,",
+            r"mixer 'memory'; families have comba \(or with attention and swa\), .*, mamba, mamba2 \(or",
         ),
         (ModelConfig(mixer=("mamba2", "swa")), "no public family has mixer"),
         (ModelConfig(mixer="gla"), "head_norm.shared is False; in this form it is True"),
@@ -154,7 +154,7 @@ def shared_norm(eps, **fields):
             ModelConfig(mixer="deltanet", head_dim=16, head_norm=HeadNormConfig(shared=True)),
             "head_norm.eps is None; in this form it is 1.6e-05",
         ),
-        (ModelConfig(mixer="mamba2", ssm=SSMConfig(head_dim=32)), "ffn is 'swiglu'; in this form it is 'none'"),
+        (ModelConfig(mixer="mamba"), "mamba cannot have this model: ffn is 'swiglu'; in this form it is 'none'"),
         (ModelConfig(mixer="gla", head_norm=HeadNormConfig(shared=True), norm="layer"), "norm is 'layer'"),
         (
             ModelConfig(mixer="mamba", ffn="none", embedding_norm=True),
