@@ -184,6 +184,8 @@ def mamba_block(p, x, config, recur):
     u = silu(conv(p["conv"], u) + p["conv_bias"])
     rank = p["step"]["kernel"].shape[0]
     low, B, C = np.split(linear(p["selection"], u), [rank, rank + config.ssm.state_dim], axis=-1)
+    if config.ssm.selection_eps is not None:
+        low, B, C = (rms(part, config.ssm.selection_eps) for part in (low, B, C))
     logits = linear(p["step"], low) + p["step_bias"]
     y = recur(u, logits, B, C) + p["D"] * u
     return linear(p["out"], y * silu(z))
@@ -341,6 +343,7 @@ FORMULAS = {
 # Forms of a mixer that public weights have: the mixer, and what its config changes. One with the mixer's own name is for all of its
 # tests: sizes so small that 14 tokens are several blocks.
 FORMS = {
+    "mamba, of Falcon-Mamba": ("mamba", {"ssm": SSMConfig(state_dim=3, selection_eps=0.1)}),
     "mamba2, three groups": ("mamba2", {"ssm": SSMConfig(state_dim=3, expand=2, head_dim=4, groups=3)}),
     "mamba2, of Falcon-H1, norm before the gate": (
         "mamba2",
