@@ -13,6 +13,7 @@ from atlasjax.data.tokenizers import ByteTokenizer, Tokenizer
 from atlasjax.nn import (
     AttentionConfig,
     HeadNormConfig,
+    KDAConfig,
     MemoryConfig,
     ModelConfig,
     RWKV7Config,
@@ -33,6 +34,12 @@ MODELS = {
     "mamba": ModelConfig(
         **_SIZES, mixer="mamba", ffn="none", num_heads=1, ssm=SSMConfig(state_dim=4)
     ),
+    "falcon_mamba": ModelConfig(
+        **_SIZES, mixer="mamba", ffn="none", num_heads=1, ssm=SSMConfig(state_dim=4, selection_eps=1e-3)
+    ),
+    "kda": ModelConfig(**_SIZES, **_HEADS, mixer="kda", kda=KDAConfig(gate_bias=True, lower_bound=-5.0)),
+    "gated_deltaproduct": ModelConfig(**_SIZES, **_HEADS, mixer="gated_deltaproduct"),
+    "comba": ModelConfig(**_SIZES, **_HEADS, mixer="comba", value_expansion=2),
     "gated_deltanet": ModelConfig(**_SIZES, **_HEADS, mixer="gated_deltanet", value_expansion=2),
     "delta_net": ModelConfig(**_SIZES, **_HEADS, mixer="deltanet"),
     "gla": ModelConfig(**_SIZES, **{**_HEADS, "head_norm": HeadNormConfig(shared=True)}, mixer="gla"),

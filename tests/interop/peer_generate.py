@@ -37,7 +37,7 @@ def answer(folder: pathlib.Path, asked: dict) -> dict:
 if __name__ == "__main__":
     place, names = pathlib.Path(sys.argv[1]), sys.argv[2:]
     kinds = {json.loads((place / name / "config.json").read_text())["model_type"] for name in names}
-    if kinds & {"gated_deltanet", "delta_net", "gla", "rwkv7"}:
+    if kinds & {"gated_deltanet", "delta_net", "gla", "rwkv7", "kda", "gated_deltaproduct", "comba"}:
         peer_models.interpret_triton()
         import fla.models  # noqa: F401  # registers its classes
     else:

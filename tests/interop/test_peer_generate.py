@@ -24,7 +24,7 @@ from tests.interop import own_runs
 from tests.train.tiny import TEXT
 
 ROOT = pathlib.Path(__file__).parents[2]
-FLA = ("gated_deltanet", "delta_net", "gla", "rwkv7")
+FLA = ("gated_deltanet", "delta_net", "gla", "rwkv7", "kda", "gated_deltaproduct", "comba")
 TEXTS = ["the memory", "  two  spaces\n\nlines\t and ", "Ünïcödé – 漢字 🙂", "don't 1234", TEXT[:300]]
 pytestmark = pytest.mark.usefixtures("compile_fast")
 
@@ -70,7 +70,7 @@ def test_the_families_whose_ends_are_other_tokens(tmp_path):
 
 @pytest.mark.slow
 def test_the_other_families_of_transformers(tmp_path):
-    check(tmp_path, ["mamba", "qwen3_5"])
+    check(tmp_path, ["mamba", "falcon_mamba", "qwen3_5"])
 
 
 @pytest.mark.slow
