@@ -33,7 +33,7 @@ TABLES: dict[str, Callable[[], str]] = {
         measured.mad, measured.needles, measured.evidence_summary, measured.evidence_settings,
         measured.evidence_commands, measured.evidence_details,
         year.year_proofs, year.year_standing, year.year_models, year.bench_year,
-        weights.weights_tensors,
+        weights.weights_families, weights.weights_tensors,
         repository.repository_badges, repository.repository_clone, repository.repository_colab,
         status.status_devices, status.status_rules, status.status_proofs, kernels.status_kernels, status.status_plans,
         status.status_experiments, status.status_systems,

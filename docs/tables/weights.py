@@ -2,9 +2,15 @@
 
 from typing import Any
 
-from atlasjax import interop
+import jax
+
+from atlasjax import interop, memory
 from atlasjax.interop.family import Sizes
-from docs.tables.source import table
+from atlasjax.memory.backends import backend_of
+from atlasjax.nn import ModelConfig
+from atlasjax.nn.mixers import MIXERS, memory_calls
+from atlasjax.presets.sizes import ALL_SIZES
+from docs.tables.source import BENCHMARKS, rows, table
 
 # Families of public weights: title, name, and the config.json of a size that is published.
 PUBLIC: tuple[tuple[str, str, dict[str, Any]], ...] = (
@@ -100,6 +106,43 @@ def weights_tensors() -> str:
             lines.append((title, tensor, ours, f"`{row.pattern}`"))
             title = ""
     return table(("family", "tensor", "parameter", "axes"), lines)
+
+
+# Families whose layers have presets here: the family's name → the preset's, without a size.
+_PRESETS = {
+    "mamba2": "mamba2", "mamba": "mamba", "gated_deltanet": "gated-deltanet", "delta_net": "deltanet", "gla": "gla",
+    "qwen3_5": "qwen3.5", "rwkv7": "rwkv7", "granitemoehybrid": "granite-h", "falcon_h1": "falcon-h1", "nemotron_h": "nemotron-h",
+    "lfm2": "lfm2", "kda": "kda", "gated_deltaproduct": "gated-deltaproduct", "comba": "comba", "mesa_net": "mesa",
+    "mamba3": "mamba3",
+}  # fmt: skip
+
+
+def weights_families() -> str:
+    """What each family can be used for, from its form of a published size."""
+    families = {family.name: family for family in interop.FAMILIES}
+    plans = {row["preset"] for row in rows(BENCHMARKS / "plans.jsonl") if row["topology"].startswith("v5e")}
+    lines = []
+    for title, name, config in PUBLIC:
+        model = families[name].to_ours(config, Sizes())
+        planned = [size for size in ALL_SIZES if f"{_PRESETS.get(name)}-{size}" in plans]
+        added = "memory, window" + (
+            ", caching" if any(getattr(MIXERS[x], "takes_caching", False) for x in model.mixers) else ""
+        )
+        lines.append((title, "both", "yes", _kernels(model), ", ".join(planned) or "none", added))
+    return table(("family", "import, export", "decode", "TPU kernel", "plan for v5e", "add"), lines)
+
+
+def _kernels(model: ModelConfig) -> str:
+    """Whether a Pallas kernel takes the recurrence; attention and convolutions have none of this library's."""
+    found = []
+    for rule, heads, key, value in memory_calls(model):
+        init = lambda rule=rule, heads=heads, key=key, value=value: memory.init_params(
+            rule, jax.random.key(0), num_heads=heads, key_dim=key, value_dim=value
+        )
+        q = jax.ShapeDtypeStruct((1, 2048, heads, key), model.dtype)
+        backend = backend_of("pallas_tpu")
+        found.append(rule.has_kernels and backend.unsupported(rule, jax.eval_shape(init), None, q, False) is None)
+    return "yes" if found and all(found) else "no"
 
 
 def _slice(part: int | slice) -> str:
