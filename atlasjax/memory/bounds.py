@@ -96,12 +96,12 @@ class Bound:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 @functools.partial(jax.jit, static_argnums=0)
-def _within_slope(slope: float, d: jax.Array) -> jax.Array:
+def within_slope(slope: float, d: jax.Array) -> jax.Array:
     """d [..., value_dim], scaled down so that no entry of a token is larger than `slope`."""
     return slope / jnp.maximum(jnp.max(jnp.abs(d), axis=-1, keepdims=True), slope) * d
 
 
-@_within_slope.defjvp
+@within_slope.defjvp
 def _within_slope_jvp(
     slope: float, primals: tuple[jax.Array], tangents: tuple[jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
@@ -115,7 +115,7 @@ def _within_slope_jvp(
     largest = row_sums(chosen * d)[..., None]
     most = jnp.maximum(largest, slope)
     share = jnp.where(largest > slope, row_sums(chosen * change)[..., None] / most, 0.0)
-    return _within_slope(slope, d), slope / most * (change - spread(share, d.shape[-1], -1) * d)
+    return within_slope(slope, d), slope / most * (change - spread(share, d.shape[-1], -1) * d)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -124,7 +124,7 @@ def _limited(slope: float, out: jax.Array) -> jax.Array:
     return out
 
 
-_limited.defvjp(lambda slope, out: (out, None), lambda slope, _, d: (_within_slope(slope, d),))
+_limited.defvjp(lambda slope, out: (out, None), lambda slope, _, d: (within_slope(slope, d),))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,11 +27,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from atlasjax import check
+from atlasjax.memory.blocks import divisible
+from atlasjax.memory.bounds import Bound, within_norm, within_slope
 from atlasjax.memory.grid import aligned_layout, choose, lay_chunks, pick_chunks, segmented_layout, streamed_layout
 from atlasjax.memory.products import wide_dtype
 
 GENERATORS = ("key", "value", "step_size", "retention")  # the memories beside "memory"
 _STEP = 1e-3  # of η
+_BOUND = Bound()
+_LEAST_LOG = -32.0  # of α, below which nothing is left of a memory. Sums of larger numbers would lose the decays after them.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +47,8 @@ class SelfModifyingConfig:
       generator_chunk: the same of the four memories that make keys, values, step sizes and decays. One of the two is a multiple of
         the other. None: chunk_size.
       expansion: hidden width of a memory / size of a head.
+      bounded: whether steps, errors and weights are bounded, as in the module's docstring. Otherwise the recurrence is the public
+        code's, which can diverge.
 
     Raises:
       ValueError: a field is out of range, or neither chunk is a multiple of the other.
@@ -51,6 +57,7 @@ class SelfModifyingConfig:
     chunk_size: int = 16
     generator_chunk: int | None = None
     expansion: int = 1
+    bounded: bool = True
 
     def __post_init__(self) -> None:
         names = ("chunk_size", "generator_chunk", "expansion")
@@ -65,6 +72,10 @@ class SelfModifyingConfig:
     def chunks(self) -> tuple[int, int]:
         """Chunks of M and of the generators."""
         return self.chunk_size, self.generator_chunk or self.chunk_size
+
+    def chunk(self, name: str) -> int:
+        """Chunk of the memory of that name."""
+        return self.chunks[name != "memory"]
 
 
 class Residual(NamedTuple):
@@ -170,14 +181,16 @@ def _slot(
     v = _apply(start["value"], x)
     eta = _STEP * jax.nn.softplus(_apply(start["step_size"], x)[..., 0])
     log_alpha = jax.nn.log_sigmoid(_apply(start["retention"], x)[..., 0] + bias[None, None])
+    log_alpha = jnp.maximum(log_alpha, _LEAST_LOG)
     eta, log_alpha = (jnp.where(real[..., None], gate, 0.0) for gate in (eta, log_alpha))
     y = _apply(start["memory"], q)
-    now = _written(start, state.now, k, v, eta, log_alpha)
+    now = {name: _written(config, config.chunk(name), start[name], state.now[name], k, v, eta, log_alpha) for name in start}
 
     position = state.position + jnp.sum(real, axis=1, dtype=jnp.int32)
-    moved = position > state.position
-    chunks = {name: config.chunks[name != "memory"] for name in start}
-    start = {name: choose(moved & (position % chunks[name] == 0), now[name], start[name]) for name in start}
+    ends = {name: (position > state.position) & (position % config.chunk(name) == 0) for name in start}
+    if config.bounded:
+        now = {name: choose(ends[name], _within_norm(memory), memory) for name, memory in now.items()}
+    start = {name: choose(ends[name], now[name], start[name]) for name in start}
     return SelfModifyingState(start, now, position % max(config.chunks)), y.astype(x.dtype)
 
 
@@ -200,10 +213,42 @@ def _apply(memory: Residual, x: jax.Array) -> jax.Array:
     return skip + _times(memory.W1, _gelu(_times(memory.W2, x)))
 
 
+def _within_norm(memory: Residual) -> Residual:
+    assert _BOUND.weight_norm is not None
+    return Residual(**within_norm(_BOUND.weight_norm, memory._asdict()))
+
+
+def _within_step(
+    eta: jax.Array, chunk: int, error: jax.Array, hidden: jax.Array, back: jax.Array, k: jax.Array
+) -> jax.Array:
+    """η̄ = min(η, 1 / (2 C (‖h‖² + (‖back‖²/‖error‖² + 1) ‖k‖²))), [batch, n, heads], without a division by zero."""
+    hidden_square, square, back_square, key_square = (jnp.sum(a * a, axis=-1) for a in (hidden, error, back, k))
+    valid = divisible(square)
+    by_reader = jnp.where(valid, back_square, 0.0) / jnp.where(valid, square, 1.0)
+    return eta / jnp.maximum(1.0, 2 * chunk * eta * (hidden_square + (by_reader + 1.0) * key_square))
+
+
 def _written(
-    start: Memories, now: Memories, k: jax.Array, v: jax.Array, eta: jax.Array, log_alpha: jax.Array
-) -> Memories:
-    """The memories after a chunk's tokens. eta, log_alpha: [batch, n, heads]."""
+    config: SelfModifyingConfig,
+    chunk: int,
+    start: Residual,
+    now: Residual,
+    k: jax.Array,
+    v: jax.Array,
+    eta: jax.Array,
+    log_alpha: jax.Array,
+) -> Residual:
+    """A memory after tokens of one of its chunks. eta, log_alpha: [batch, n, heads]."""
+    hidden, pull = jax.vjp(_gelu, _times(start.W2, k))
+    read = (k if start.skip is None else _times(start.skip, k)) + _times(start.W1, hidden)
+    error = 2.0 * (read - _apply(start, v))
+    if config.bounded:
+        assert _BOUND.slope is not None
+        error = within_slope(_BOUND.slope, error)
+    back = pull(_times(jnp.swapaxes(start.W1, -1, -2), error))[0]
+    if config.bounded:
+        eta = _within_step(eta, chunk, error, hidden, back, k)
+
     total = jnp.cumsum(log_alpha, axis=1)
     before = total - log_alpha
     last = total[:, -1:]
@@ -224,15 +269,8 @@ def _written(
         )
         return _moved(weight, rest, write, jnp.moveaxis(solved, 2, 1), k)
 
-    def one(start: Residual, now: Residual) -> Residual:
-        hidden, pull = jax.vjp(_gelu, _times(start.W2, k))
-        read = (k if start.skip is None else _times(start.skip, k)) + _times(start.W1, hidden)
-        error = 2.0 * (read - _apply(start, v))
-        back = pull(_times(jnp.swapaxes(start.W1, -1, -2), error))[0]
-        skip = None if now.skip is None else delta(now.skip, error)
-        return Residual(_moved(now.W1, rest, write, error, hidden), delta(now.W2, back), skip)
-
-    return {name: one(start[name], now[name]) for name in start}
+    skip = None if now.skip is None else delta(now.skip, error)
+    return Residual(_moved(now.W1, rest, write, error, hidden), delta(now.W2, back), skip)
 
 
 def _moved(weight: jax.Array, rest: jax.Array, write: jax.Array, left: jax.Array, right: jax.Array) -> jax.Array:
