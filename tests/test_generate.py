@@ -11,6 +11,7 @@ from flax import nnx
 
 from atlasjax.generate import SamplingConfig, filtered_logits, generate, read, room, sample, stream
 from atlasjax.generate.context import prefill
+from atlasjax.generate.definition import split
 from atlasjax.nn import LanguageModel, MemoryConfig, ModelConfig
 
 CONFIG = ModelConfig(
@@ -73,8 +74,7 @@ def test_greedy_is_the_argmax_of_the_parallel_model():
 
 
 def test_prefill_gives_the_parallel_logits():
-    graphdef, params = nnx.split(model(), nnx.Param)
-    logits, _ = prefill(graphdef, params, PROMPT, model().init_cache(2))
+    logits, _ = prefill(*split(model()), PROMPT, model().init_cache(2))
     np.testing.assert_allclose(logits, model()(jnp.asarray(PROMPT))[:, -1], rtol=1e-4, atol=1e-5)
 
 

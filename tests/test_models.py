@@ -273,7 +273,9 @@ def test_every_mixer_is_decoded_and_trained():
     assert set(GRADIENTS) <= set(GRADIENTS_COVERED) <= set(MODELS)
     assert len(MODELS) >= 30
     patterns = {name: ARCHITECTURES[name]["mixer"] for name in MODELS}
-    mixers = lambda names: {x for name in names for x in np.atleast_1d(patterns[name]).tolist()}
+    mixers = lambda names: {
+        part for name in names for x in np.atleast_1d(patterns[name]).tolist() for part in x.split("+")
+    }
     in_nn = {*BASELINES, *HYBRIDS, *BLOCK_RECURRENCES}
     assert mixers(MODELS) <= mixers(DECODED) | in_nn
     # Attention within blocks trains as the part of "elastic" that it is.

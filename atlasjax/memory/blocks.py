@@ -211,14 +211,9 @@ def neighbours(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return first[:, 0], second[:, 0]
 
 
-def before(x: jax.Array, first: float) -> jax.Array:
-    """x [m, …] shifted down by one row, with `first` in row 0."""
-    return _down(x, 1, first)
-
-
-def _down(x: jax.Array, rows: int, fill: float) -> jax.Array:
-    """x [m, …] shifted down by some rows: one operation, and one of its transpose."""
-    return jax.lax.pad(x, jnp.asarray(fill, x.dtype), ((rows, -rows, 0), *((0, 0, 0),) * (x.ndim - 1)))
+def before(x: jax.Array, first: float, rows: int = 1) -> jax.Array:
+    """x [m, …] shifted down by some rows, with `first` in those above. One operation, and one of its transpose."""
+    return jax.lax.pad(x, jnp.asarray(first, x.dtype), ((rows, -rows, 0), *((0, 0, 0),) * (x.ndim - 1)))
 
 
 def decay_products(decay: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -241,7 +236,7 @@ def _products_of_scalars(decay: jax.Array) -> tuple[jax.Array, jax.Array]:
     later = np.tri(m, k=-1, dtype=bool)
     products = jnp.where(later, decay[:, None], 1.0)
     while size < m:
-        products = products * _down(products, size, 1.0)
+        products = products * before(products, 1.0, size)
         size *= 2
     pairwise = jnp.where(np.tri(m, dtype=bool), products, 0.0)
     return pairwise[:, 0] * decay[0], pairwise

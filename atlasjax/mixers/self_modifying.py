@@ -35,7 +35,9 @@ from atlasjax.memory.products import wide_dtype
 GENERATORS = ("key", "value", "step_size", "retention")  # the memories beside "memory"
 _STEP = 1e-3  # of η
 _BOUND = Bound()
-_LEAST_LOG = -32.0  # of α, below which nothing is left of a memory. Sums of larger numbers would lose the decays after them.
+_LEAST_LOG = (
+    -32.0
+)  # of α, below which nothing is left of a memory. Sums of larger numbers would lose the decays after them.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,7 +186,9 @@ def _slot(
     log_alpha = jnp.maximum(log_alpha, _LEAST_LOG)
     eta, log_alpha = (jnp.where(real[..., None], gate, 0.0) for gate in (eta, log_alpha))
     y = _apply(start["memory"], q)
-    now = {name: _written(config, config.chunk(name), start[name], state.now[name], k, v, eta, log_alpha) for name in start}
+    now = {
+        name: _written(config, config.chunk(name), start[name], state.now[name], k, v, eta, log_alpha) for name in start
+    }
 
     position = state.position + jnp.sum(real, axis=1, dtype=jnp.int32)
     ends = {name: (position > state.position) & (position % config.chunk(name) == 0) for name in start}

@@ -271,14 +271,20 @@ class ParallelMixers(Module):
             setattr(self, f"mixer_{i}", make_mixer(name, config, rngs=rngs))
 
     def __call__(
-        self, x: jax.Array, segment_ids: jax.Array | None = None, max_segments: int | None = None
-    ) -> jax.Array:
+        self,
+        x: Float[Array, "batch time dim"],
+        segment_ids: Int[Array, "batch time"] | None = None,
+        max_segments: int | None = None,
+    ) -> Float[Array, "batch time dim"]:
         """Whole sequences: [batch, time, dim] → [batch, time, dim]."""
         return self.observe(x, segment_ids, max_segments)[0]
 
     def observe(
-        self, x: jax.Array, segment_ids: jax.Array | None = None, max_segments: int | None = None
-    ) -> tuple[jax.Array, jax.Array | None]:
+        self,
+        x: Float[Array, "batch time dim"],
+        segment_ids: Int[Array, "batch time"] | None = None,
+        max_segments: int | None = None,
+    ) -> tuple[Float[Array, "batch time dim"], Float[Array, "batch heads"] | None]:
         """See `ObservedMixer`. The sizes of the memories of all mixers, one after another."""
         found = [observe(mixer, x, segment_ids, max_segments) for mixer in self._mixers()]
         norms = [norm for _, norm in found if norm is not None]
@@ -288,12 +294,14 @@ class ParallelMixers(Module):
         """The states of all mixers before the first token."""
         return tuple(mixer.init_state(batch_size, max_length) for mixer in self._mixers())
 
-    def extend(self, x: jax.Array, state: PyTree) -> tuple[jax.Array, PyTree]:
+    def extend(self, x: Float[Array, "batch time dim"], state: PyTree) -> tuple[Float[Array, "batch time dim"], PyTree]:
         """The output for the next piece of a sequence, and the next states."""
         found = [mixer.extend(x, one) for mixer, one in zip(self._mixers(), state, strict=True)]
         return _total(found), tuple(one for _, one in found)
 
-    def extend_layer(self, x: jax.Array, states: PyTree, layer: jax.Array) -> tuple[jax.Array, PyTree]:
+    def extend_layer(
+        self, x: Float[Array, "batch time dim"], states: PyTree, layer: Int[Array, ""]
+    ) -> tuple[Float[Array, "batch time dim"], PyTree]:
         """`extend` in the states of all layers. See `LayerwiseMixer`."""
         found = [extend_layer(mixer, x, one, layer) for mixer, one in zip(self._mixers(), states, strict=True)]
         return _total(found), tuple(one for _, one in found)

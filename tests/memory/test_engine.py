@@ -7,6 +7,7 @@ of one shape, and run in one worker; and where rules or lengths are many, gradie
 
 import functools
 import itertools
+import os
 
 import jax
 import jax.numpy as jnp
@@ -411,4 +412,4 @@ def test_lanes_are_for_cpus_only(lanes):
     for platform in ("cpu", "tpu"):
         traced = jax.jit(lambda params, *args: memory.scan(rule, params, None, *args)[0]).trace(*args)
         products[platform] = traced.lower(lowering_platforms=(platform,)).as_text().count("dot_general")
-    assert products["cpu"] == 4 * products["tpu"]
+    assert products["cpu"] == min(4, os.cpu_count()) * products["tpu"]

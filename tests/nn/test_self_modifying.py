@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -64,7 +65,7 @@ def test_bounded_streams_and_packed_rows():
     extend = jax.jit(lambda p, x, state: nnx.merge(graphdef, p).extend(x, state))
     for cuts in (range(15), (0, 5, 6, 9, 14)):
         state, pieces = nnx.merge(graphdef, params).init_state(2), []
-        for start, stop in zip(cuts, cuts[1:], strict=False):
+        for start, stop in itertools.pairwise(cuts):
             y, state = extend(params, x[:, start:stop], state)
             pieces.append(y)
         close(jnp.concatenate(pieces, axis=1), whole)
