@@ -11,6 +11,14 @@ and all of them learn the same tokens, each with its own value v̂ of the value 
     ∇ of ‖M_□(k) − v̂‖²,  v̂ = M_□(v) a constant of the inner gradient                    at the chunk's start
     W2 ← W2 (α I − η k kᵀ) − η ∇_{W2},   R likewise,   W1 ← α W1 − η ∇_{W1}             delta gradient descent, token by token
 
+M_v's targets are its own outputs at its own outputs. Once they grow, they grow doubly exponentially. By default (`bounded`) the
+ε = 2 (M_□(k) − v̂) of a token is scaled down to entries of at most 16, each memory has a step size of its own,
+
+    η̄ = min(η, 1 / (2 C (‖h‖² + (‖δ‖²/‖ε‖² + 1) ‖k‖²)))      h = gelu(W2 k),  δ = gelu'(W2 k) ⊙ W1ᵀ ε,  C the memory's chunk
+
+which is that of `memory.bounds` shared out to the tokens of a chunk, and at the end of a chunk each weight is scaled to a norm of
+at most 2 √rows.
+
 `generator_chunk` is the chunk of the other four memories. Sources: the paper's text, and github.com/kmccleary3301/nested_learning
 (`titan/self_modifying.py`) for what it leaves open. That code stops outer gradients at writes; here they flow through writes and
 targets, without which M_v would never be trained.
@@ -34,10 +42,10 @@ from atlasjax.memory.products import wide_dtype
 
 GENERATORS = ("key", "value", "step_size", "retention")  # the memories beside "memory"
 _STEP = 1e-3  # of η
-_BOUND = Bound()
-_LEAST_LOG = (
-    -32.0
-)  # of α, below which nothing is left of a memory. Sums of larger numbers would lose the decays after them.
+# `Bound`'s own limits keep the memories finite, but not the gradients of training, which overflowed within 80 steps of HOPE.
+_BOUND = Bound(slope=16.0, weight_norm=2.0)
+# Of log α. Below, nothing is left of a memory; sums of larger numbers would lose the decays after them.
+_LEAST_LOG = -32.0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ from atlasjax.nn import SelfModifyingConfig
 from tests.nn.baseline_formulas import conv
 
 ERF = np.vectorize(math.erf)
-SLOPE = WEIGHT_NORM = 1024.0
+SLOPE, WEIGHT_NORM = 16.0, 2.0
 GENERATORS = ("key", "value", "step_size", "retention")
 
 

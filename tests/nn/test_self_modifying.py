@@ -80,7 +80,7 @@ def test_bound_does_not_act_at_initial_values():
     np.testing.assert_array_equal(run(True, params, x), run(False, params, x))
 
 
-@pytest.mark.parametrize("factor", [30, 1000])
+@pytest.mark.parametrize("factor", [pytest.param(30, marks=pytest.mark.slow), 1000])
 def test_large_weights_stay_finite(factor):
     """The loss and its gradients of 512 tokens."""
     _, graphdef, params = layer(True)
