@@ -42,7 +42,7 @@ from atlasjax.memory.products import wide_dtype
 
 GENERATORS = ("key", "value", "step_size", "retention")  # the memories beside "memory"
 _STEP = 1e-3  # of η
-# `Bound`'s own limits keep the memories finite, but not the gradients of training, which overflowed within 80 steps of HOPE.
+# `Bound`'s own limits keep the memories finite, but an outer gradient of HOPE in training was not, within 80 steps.
 _BOUND = Bound(slope=16.0, weight_norm=2.0)
 # Of log α. Below, nothing is left of a memory; sums of larger numbers would lose the decays after them.
 _LEAST_LOG = -32.0
