@@ -259,7 +259,8 @@ def _written(
         error = within_slope(_BOUND.slope, error)
     back = pull(_times(jnp.swapaxes(start.W1, -1, -2), error))[0]
     if config.bounded:
-        eta = _within_step(eta, chunk, error, hidden, back, k)
+        # The limit is a constant of the outer gradient: its own derivative was not finite where errors nearly vanish.
+        eta = _within_step(eta, chunk, *jax.lax.stop_gradient((error, hidden, back, k)))
 
     total = jnp.cumsum(log_alpha, axis=1)
     before = total - log_alpha
