@@ -150,14 +150,17 @@ def _color(name: str) -> str:
     from atlasjax.presets import has_memory
 
     model = config(name)
-    if set(model.pattern) & _ATTEND:
+    if set(model.mixers) & _ATTEND:
         return _KINDS["attention"][1]
     if not has_memory(model):
         return _KINDS["own" if ":" in name else "matrix"][1]
     rule = model.memory.build()
+    while hasattr(rule, "rule"):  # cached, of levels or hierarchical: its kind is that of the rule inside
+        rule = rule.rule
     if isinstance(rule, SoftmaxRule):
         return _KINDS["softmax"][1]
-    return _KINDS["matrix" if rule.structure.is_matrix else "deep"][1]
+    structure = getattr(rule, "structure", None)  # MesaNet has matrices and no structure
+    return _KINDS["matrix" if structure is None or structure.is_matrix else "deep"][1]
 
 
 def main(argv: list[str] | None = None) -> None:
