@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 
 from atlasjax.interop.family import Family, Fields, Sizes
-from atlasjax.interop.layers import MAMBA2_MATTERS, attention_rows, head_row, mamba2_rows, of_type
-from atlasjax.interop.mamba2_hybrids import feed_forward_rows, mamba2_fields
+from atlasjax.interop.layers import MAMBA2_MATTERS, attention_rows, mamba2_rows, of_type
+from atlasjax.interop.mamba2_hybrids import around_rows, feed_forward_rows, in_layer, mamba2_fields
 from atlasjax.interop.table import Row
 from atlasjax.nn import AttentionConfig, ModelConfig, MultiplierConfig, SSMConfig
 
@@ -12,19 +12,13 @@ _NAME = "Falcon-H1"
 _MIXER = "mamba2+attention"
 
 
-def _in_layer(name: str) -> str:
-    return f"model.layers.{{n}}.{name}"
-
-
 def rows(config: ModelConfig) -> list[Row]:
     """The table."""
     return [
-        *mamba2_rows(lambda name: _in_layer(f"mamba.{name}"), config, (_MIXER,), "mixer_0."),
-        *attention_rows(lambda name: _in_layer(f"self_attn.{name}"), config, (_MIXER,), "mixer_1."),
+        *mamba2_rows(lambda name: in_layer(f"mamba.{name}"), config, (_MIXER,), "mixer_0."),
+        *attention_rows(lambda name: in_layer(f"self_attn.{name}"), config, (_MIXER,), "mixer_1."),
         *feed_forward_rows(),
-        Row("model.embed_tokens.weight", "embedding", "v d -> v d"),
-        Row(_in_layer("input_layernorm.weight"), "layers.mixer_norm.scale", "d -> d"),
-        head_row(config),
+        *around_rows(config),
     ]
 
 

@@ -20,38 +20,46 @@ _MIXER_OF = {"linear_attention": "mamba2", "mamba": "mamba2", "full_attention": 
 _GRANITE, _BAMBA = "Granite 4.0", "Bamba"
 
 
-def _in_layer(name: str) -> str:
+def in_layer(name: str) -> str:
+    """The name of a tensor in a layer."""
     return f"model.layers.{{n}}.{name}"
+
+
+def around_rows(config: ModelConfig) -> list[Row]:
+    """The embedding, the norm before the mixers and the head, in the words of these families and of Falcon-H1."""
+    return [
+        Row("model.embed_tokens.weight", "embedding", "v d -> v d"),
+        Row(in_layer("input_layernorm.weight"), "layers.mixer_norm.scale", "d -> d"),
+        head_row(config),
+    ]
 
 
 def _mixer_rows(config: ModelConfig) -> list[Row]:
     return [
-        *mamba2_rows(lambda name: _in_layer(f"mamba.{name}"), config),
-        *attention_rows(lambda name: _in_layer(f"self_attn.{name}"), config),
-        Row("model.embed_tokens.weight", "embedding", "v d -> v d"),
-        Row(_in_layer("input_layernorm.weight"), "layers.mixer_norm.scale", "d -> d"),
-        head_row(config),
+        *mamba2_rows(lambda name: in_layer(f"mamba.{name}"), config),
+        *attention_rows(lambda name: in_layer(f"self_attn.{name}"), config),
+        *around_rows(config),
     ]
 
 
 def granite_rows(config: ModelConfig) -> list[Row]:
     """The table of Granite 4.0. The rows of `input_linear` are the gate's, then those that it multiplies."""
-    wide, hidden = _in_layer("shared_mlp.input_linear.weight"), config.resolved_mlp_dim
+    wide, hidden = in_layer("shared_mlp.input_linear.weight"), config.resolved_mlp_dim
     return [
         *_mixer_rows(config),
-        Row(_in_layer("post_attention_layernorm.weight"), "layers.mlp_norm.scale", "d -> d"),
+        Row(in_layer("post_attention_layernorm.weight"), "layers.mlp_norm.scale", "d -> d"),
         Row(wide, "layers.mlp.gate_and_wide.kernel", "m d -> d m", (0, hidden), (ALL, 0)),
         Row(wide, "layers.mlp.gate_and_wide.kernel", "m d -> d m", (hidden, 2 * hidden), (ALL, 1)),
-        Row(_in_layer("shared_mlp.output_linear.weight"), "layers.mlp.out.kernel", "d m -> m d"),
+        Row(in_layer("shared_mlp.output_linear.weight"), "layers.mlp.out.kernel", "d m -> m d"),
         Row("model.norm.weight", "norm.scale", "d -> d"),
     ]
 
 
 def feed_forward_rows() -> list[Row]:
     """The feed-forward network and its norm in the words of Bamba and Falcon-H1, and the norm of the head."""
-    named = lambda name: _in_layer(f"feed_forward.{name}_proj.weight")
+    named = lambda name: in_layer(f"feed_forward.{name}_proj.weight")
     return [
-        Row(_in_layer("pre_ff_layernorm.weight"), "layers.mlp_norm.scale", "d -> d"),
+        Row(in_layer("pre_ff_layernorm.weight"), "layers.mlp_norm.scale", "d -> d"),
         Row(named("gate"), "layers.mlp.gate_and_wide.kernel", "m d -> d m", part=(ALL, 0)),
         Row(named("up"), "layers.mlp.gate_and_wide.kernel", "m d -> d m", part=(ALL, 1)),
         Row(named("down"), "layers.mlp.out.kernel", "d m -> m d"),
