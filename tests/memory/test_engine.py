@@ -7,7 +7,6 @@ of one shape, and run in one worker; and where rules or lengths are many, gradie
 
 import functools
 import itertools
-import os
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,6 @@ import pytest
 
 from atlasjax import memory, rules
 from atlasjax.memory import structures
-from atlasjax.memory.fast_weights.chunk import plan as chunk_plan
 from tests.marks import some_slow
 from tests.memory.cases import RULES, assert_close, make_inputs, objective
 from tests.memory.test_streaming import SPLIT_IF_SLOW
@@ -40,8 +38,7 @@ def each_rule(names, slow=()):
 
 
 def shared_inputs(rule, **overrides):
-    """Of the one shape for which a rule's functions are compiled: a block and a part of one, and six heads, which
-    `test_lanes_of_heads_change_nothing` needs."""
+    """Of the one shape for which a rule's functions are compiled: a block and a part of one."""
     return make_inputs(rule, **{"time": 70, "heads": 6, "dtype": jnp.float64, **overrides})
 
 
@@ -361,55 +358,3 @@ def test_backward_memory_grows_with_boundaries_not_with_tokens():
     assert long <= 4.2 * short
     weights = 2 * 64 * 16 * 4
     assert long < 2048 * weights / 5
-
-
-LANED = [
-    "titans",
-    "titans_matrix",
-    "ttt_linear",
-    "atlas_every",
-    "omeganet_window_over_chunk",
-    "delta_rule",
-    "memora_matrix",
-]
-
-
-@pytest.fixture
-def lanes(monkeypatch):
-    """What a single CPU device does with large products, forced on small ones: groups of heads as separate operations."""
-    from atlasjax.memory.fast_weights import slots
-
-    monkeypatch.setattr(slots, "_LANE_NUMBERS", 1)
-    monkeypatch.setattr(jax, "local_device_count", lambda: 1)
-    jax.clear_caches()  # the engine may have been traced without lanes
-    yield
-    jax.clear_caches()
-
-
-@each_rule(LANED, slow=set(LANED) - {"memora_matrix"})
-def test_lanes_of_heads_change_nothing(name, x64, lanes):
-    from atlasjax.memory.fast_weights import slots
-
-    rule = RULES[name]
-    args = shared_inputs(rule)
-    assert slots.cpu_lanes(chunk_plan(rule, args[0], args[1].dtype), args[0]) == 2
-    assert_close(both(rule)[1](*args), shared(rule)[0](*args), EXACT)
-
-
-@each_rule(LANED, slow=set(LANED) - {"delta_rule"})
-def test_lanes_of_heads_with_segments(name, x64, lanes):
-    rule = RULES[name]
-    args = shared_inputs(rule)
-    reference, engine = both(rule, segment_ids=jnp.asarray([[0] * 9 + [1] * 61, [2] * 70]))
-    assert_close(engine(*args)[1][0], reference(*args)[1][0], EXACT)
-
-
-def test_lanes_are_for_cpus_only(lanes):
-    """Compiling for a TPU from a machine without one takes the TPU's branch."""
-    rule = RULES["titans_matrix"]
-    args = make_inputs(rule, heads=4)
-    calls = {}
-    for platform in ("cpu", "tpu"):
-        traced = jax.jit(lambda params, *args: memory.scan(rule, params, None, *args)[0]).trace(*args)
-        calls[platform] = traced.lower(lowering_platforms=(platform,)).as_text().count("call @_run_lane")
-    assert calls["cpu"] == min(4, os.cpu_count()) * calls["tpu"] > 0

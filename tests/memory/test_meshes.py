@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from atlasjax import memory, rules
 from atlasjax.memory import Partition, structures
-from atlasjax.memory.fast_weights import kernels, linear_kernels, slots
+from atlasjax.memory.fast_weights import kernels, linear_kernels
 from atlasjax.plan.compiled import collective_counts
 from tests.marks import if_slow, some_slow
 from tests.memory.cases import RULES, assert_close, make_inputs
@@ -291,10 +291,7 @@ def test_a_step_of_a_log_linear_memory_on_explicit_axes(x64):
 @pytest.mark.parametrize(
     "name", some_slow(("titans", "omeganet", "atlas_every", "delta_rule", "memora_matrix"), {"omeganet", "titans"})
 )
-def test_devices_of_a_cpu_divide_heads_without_communication(name, monkeypatch):
-    """Also where the products are so large that a single device would compute groups of heads side by side."""
-    monkeypatch.setattr(slots, "_LANE_NUMBERS", 1)
-    jax.clear_caches()  # the engine may have been traced with another number of lanes
+def test_devices_of_a_cpu_divide_heads_without_communication(name):
     rule = CASES[name]
     params, *tokens = inputs(rule, dtype=jnp.float32)
     mesh = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Auto,))

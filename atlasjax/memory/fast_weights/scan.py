@@ -11,7 +11,7 @@ from atlasjax.memory.fast_weights.init import init_state
 from atlasjax.memory.fast_weights.linear import linear_scan
 from atlasjax.memory.fast_weights.linear_momentum import momentum_scan
 from atlasjax.memory.fast_weights.linear_pass import linear_pass
-from atlasjax.memory.fast_weights.slots import Carry, SlotInputs, cpu_lanes, from_slots, scan_slots, to_slots
+from atlasjax.memory.fast_weights.slots import Carry, SlotInputs, from_slots, scan_slots, to_slots
 from atlasjax.memory.fast_weights.spec import MemorySpec
 from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState
 from atlasjax.memory.gates import Weights
@@ -106,13 +106,7 @@ def _run_slots(
     if rule.is_linear_with_momentum:
         y, memory, momentum = momentum_scan(rule, dtype, params, carry.memory, carry.momentum, inputs[0], inputs[2])
         return y, carry._replace(memory=memory, momentum=momentum, chunk_start=memory)
-    run = functools.partial(scan_slots, rule, sizes, dtype, fresh=fresh)
-    lanes = cpu_lanes(sizes, params)
-    if lanes == 1:
-        return run(1, *operands)
-    # Both branches are traced, and the compiler keeps that of its platform. So a program that is compiled here for a TPU has no
-    # lanes.
-    return jax.lax.platform_dependent(*operands, cpu=functools.partial(run, lanes), default=functools.partial(run, 1))
+    return scan_slots(rule, sizes, dtype, *operands, fresh=fresh)
 
 
 def window_of(state: MemoryState) -> Window | None:

@@ -4,8 +4,6 @@ Only the memories at chunk boundaries are stored for the backward pass. Everythi
 """
 
 import functools
-import math
-import os
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -22,8 +20,6 @@ from atlasjax.memory.grid import Tree, choose
 from atlasjax.memory.products import wide_dtype
 
 _GROUP_TOKENS = 32  # chunks shorter than this share one checkpoint
-_CPU_LANES = 4  # a few: each adds compile time
-_LANE_NUMBERS = 2**20  # tokens times weights; a smaller product is too short to be worth a lane
 
 
 def to_slots(x: jax.Array, plan: Plan, where: grid.Layout, fill: float) -> jax.Array:
@@ -54,22 +50,7 @@ class Carry(NamedTuple):
 
 # Slots [slots, batch, heads, …], and window_count, resets and filled of each slot, [slots, batch] (see `grid.Layout`).
 SlotInputs = tuple[Slot, jax.Array, jax.Array | None, jax.Array | None]
-_OfSlot = tuple[jax.Array, jax.Array | None, jax.Array | None]  # the last three for one slot
 _ChunkFn = Callable[..., tuple[Weights, OptimizerState, Window | None, jax.Array]]  # `run_chunk` of all rows
-
-
-def cpu_lanes(sizes: Plan, params: MemoryParams) -> int:
-    """Number of groups of heads (lanes) that are separate operations on a CPU.
-
-    XLA's CPU backend runs each product of this size on one thread, but independent products in parallel. With one operation for all
-    heads the other cores would be mostly idle. Small products gain nothing, and each lane adds compile time. Several CPU devices
-    need no lanes: each has a core of its own, and the heads may be divided between them, which lanes would send back and forth.
-    """
-    if jax.default_backend() == "cpu" and jax.local_device_count() > 1:
-        return 1
-    heads = next(iter(params.weights.values())).shape[0]
-    largest = max(math.prod(w.shape[1:]) for w in params.weights.values())
-    return math.gcd(heads, min(_CPU_LANES, os.cpu_count() or 1)) if sizes.width * largest >= _LANE_NUMBERS else 1
 
 
 # In `lax.scan`, where nearly all slots are, XLA cannot merge what is computed again with the first time, so barriers against it
@@ -108,13 +89,18 @@ def _from_start(rule, run: _ChunkFn, begins, params, chunk_start, memory, moment
     return run(params, chunk_start, memory, momentum, *rest)
 
 
-def _run_lane(
-    rule: MemorySpec, dtype: jnp.dtype, constants: tuple[MemoryParams, Weights | None], carry: Carry, slot: Slot, rest: _OfSlot,
-    first: jax.Array | None, chunk_fn: _ChunkFn,
-) -> tuple[Carry, jax.Array]:  # fmt: skip
-    """One slot of some heads. chunk_fn: `_from_carry` or `_from_start` of the rule."""
-    params, mixed = constants
-    count, resets, filled = rest
+def _run_slot(
+    rule: MemorySpec,
+    dtype: jnp.dtype,
+    params: MemoryParams,
+    soup: Weights | None,
+    chunk_fn: _ChunkFn,
+    first: jax.Array | None,
+    carry: Carry,
+    xs: SlotInputs,
+) -> tuple[Carry, jax.Array]:
+    """One slot. chunk_fn: `_from_carry` or `_from_start` of the rule. xs: of this slot."""
+    slot, count, resets, filled = xs
     memory, momentum = carry.memory, carry.momentum
     batch = jax.tree.leaves(memory)[0].shape[0]
     if resets is not None:
@@ -130,34 +116,28 @@ def _run_lane(
         start = choose(first > 0, carry.chunk_start, start)
     given = None if first is None else start
     memory, momentum, window, y = chunk_fn(
-        begins, params, given, memory, momentum, carry.window, slot, first, count, mixed
+        begins, params, given, memory, momentum, carry.window, slot, first, count, soup
     )
     # Outside the checkpointed function, so that it is not stored for the backward pass.
     kept = start if filled is None else choose(filled, start, carry.chunk_start)
     return Carry(memory, momentum, window, kept), y.astype(dtype)
 
 
-_Lanes = tuple[Carry, ...]
-_SlotOfLanes = tuple[tuple[Slot, ...], _OfSlot]
-_RunSlot = Callable[[_Lanes, _SlotOfLanes, jax.Array | None, _ChunkFn], tuple[_Lanes, tuple[jax.Array, ...]]]
-
-
 def _in_groups(
-    run_slot: _RunSlot, chunk_fn: _ChunkFn, size: int, carries: _Lanes, xs: _SlotOfLanes
-) -> tuple[_Lanes, tuple[jax.Array, ...]]:
+    run_slot: Callable[[Carry, SlotInputs], tuple[Carry, jax.Array]], size: int, carry: Carry, xs: SlotInputs
+) -> tuple[Carry, jax.Array]:
     """Slots, a multiple of `size`. The slots of a group, which are short, share a stored boundary state."""
-    outer = _checkpoint(lambda c, x: meshes.scan(lambda c, x: run_slot(c, x, None, chunk_fn), c, x))
+    outer = _checkpoint(functools.partial(meshes.scan, run_slot))
     # Short chunks would otherwise store nearly as many memories as there are tokens.
     groups = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), xs)
-    carries, y = meshes.scan(outer, carries, groups)
-    return carries, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), y)
+    carry, y = meshes.scan(outer, carry, groups)
+    return carry, y.reshape(-1, *y.shape[2:])
 
 
 def scan_slots(
     rule: MemorySpec,
     sizes: Plan,
     dtype: jnp.dtype,
-    lanes: int,
     params: MemoryParams,
     carry: Carry,
     inputs: SlotInputs,
@@ -170,7 +150,6 @@ def scan_slots(
 
     Args:
       rule, sizes, dtype: static; dtype of the outputs.
-      lanes: static, the number of separate groups of heads, a divisor of the number of heads.
       fresh: static, whether the memory and momentum of `carry` are those of `init_state`.
       params: in the state's dtype.
       carry: the carry before the first slot.
@@ -183,29 +162,20 @@ def scan_slots(
     """
     run = _of_all_rows(rule, sizes, wide_dtype(dtype))
     from_carry, from_start = (functools.partial(chunks, rule, run) for chunks in (_from_carry, _from_start))
-    constants = tuple(zip(_split(params, lanes, 0), _split(soup, lanes, 1)))
-
-    def run_slot(
-        carries: _Lanes, xs: _SlotOfLanes, first: jax.Array | None, chunk_fn: _ChunkFn
-    ) -> tuple[_Lanes, tuple[jax.Array, ...]]:
-        slots, rest = xs
-        each = zip(constants, carries, slots, strict=True)
-        run_lane = jax.jit(functools.partial(_run_lane, rule, dtype, chunk_fn=chunk_fn))  # traced once for all lanes
-        results = [run_lane(*lane, rest, first) for lane in each]
-        return tuple(carry for carry, _ in results), tuple(y for _, y in results)
-
-    carries, xs, outputs = _split(carry, lanes, 1), (_split(inputs[0], lanes, 2), inputs[1:]), []
+    run_slot = functools.partial(_run_slot, rule, dtype, params, soup)
+    xs, outputs = inputs, []
     remaining = inputs[1].shape[0]
     if first is not None:
         # Only the first slot may begin inside a chunk. Apart, so that the loop over the others needs no selection of chunk
         # starts.
-        carries, y = run_slot(carries, jax.tree.map(lambda x: x[0], xs), first, _checkpoint(from_carry))
-        outputs.append(jax.tree.map(lambda x: x[None], y))
+        carry, y = run_slot(_checkpoint(from_carry), first, carry, jax.tree.map(lambda x: x[0], xs))
+        outputs.append(y[None])
         xs = jax.tree.map(lambda x: x[1:], xs)
         remaining -= 1
     group = max(1, _GROUP_TOKENS // sizes.width)
     if group > 1 and (grouped := remaining // group * group):
-        carries, y = _in_groups(run_slot, from_carry, group, carries, jax.tree.map(lambda x: x[:grouped], xs))
+        few = jax.tree.map(lambda x: x[:grouped], xs)
+        carry, y = _in_groups(functools.partial(run_slot, from_carry, None), group, carry, few)
         outputs.append(y)
         xs = jax.tree.map(lambda x: x[grouped:], xs)
         remaining -= grouped
@@ -213,23 +183,6 @@ def scan_slots(
         # A call of one chunk from a fresh memory: every row has the same start.
         only = fresh and inputs[1].shape[0] == 1 and first is None and all(x is None for x in inputs[2:])
         chunk_fn = _checkpoint(from_start if only else from_carry)
-        carries, y = meshes.scan(lambda c, x: run_slot(c, x, None, chunk_fn), carries, xs)
+        carry, y = meshes.scan(functools.partial(run_slot, chunk_fn, None), carry, xs)
         outputs.append(y)
-    y = jax.tree.map(lambda *parts: jnp.concatenate(parts) if len(parts) > 1 else parts[0], *outputs)
-    return _join(y, 2), _join(carries, 1)
-
-
-def _split(tree: Tree, lanes: int, axis: int) -> tuple[Tree, ...]:
-    """Equal parts of every leaf along its heads axis."""
-    if lanes == 1:
-        return (tree,)
-    part = lambda x, i: jax.lax.slice_in_dim(
-        x, i * (x.shape[axis] // lanes), (i + 1) * (x.shape[axis] // lanes), axis=axis
-    )
-    return tuple(jax.tree.map(lambda x, i=i: part(x, i), tree) for i in range(lanes))
-
-
-def _join(trees: tuple[Tree, ...], axis: int) -> Tree:
-    if len(trees) == 1:
-        return trees[0]
-    return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=axis), *trees)
+    return jnp.concatenate(outputs) if len(outputs) > 1 else outputs[0], carry
