@@ -38,6 +38,12 @@ def _equation_flops(equation: core.JaxprEqn) -> int:
         return 2 * output * shapes[0][-2 if params["form"] == "tn" else -1]
     if name == "dense_product":  # `memory.products`
         return 2 * output * shapes[0][-1]
+    if name == "ragged_dot_general":
+        # Each row meets one group: contracted over the other axis, or, in the derivative by the groups' matrices, over the rows.
+        dimensions = params["ragged_dot_dimension_numbers"]
+        (contracted, _), _ = dimensions.dot_dimension_numbers
+        groups = 1 if dimensions.rhs_group_dimensions else shapes[2][0]
+        return 2 * output // groups * math.prod(shapes[0][axis] for axis in contracted)
     if name == "conv_general_dilated":
         kernel = shapes[1]
         outputs = kernel[params["dimension_numbers"].rhs_spec[0]]

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from atlasjax import table1
 from atlasjax.cli.options.info import InfoCommand
-from atlasjax.nn import ModelConfig
+from atlasjax.nn import ModelConfig, count_parameters
 from atlasjax.nn.mixers import memory_calls
 from atlasjax.plan import Plan, device_hours, forward_flops_per_token, plan_training, suggested_mesh
 from atlasjax.plan.training import UTILIZATION, check_plan
@@ -98,14 +98,22 @@ def _sizes(config: TrainConfig) -> dict[str, str]:
     return {
         "mixer": _mixer(model),
         "layers × width, heads": f"{model.num_layers} × {model.dim}, {model.num_heads}",
-        "feed-forward": "none" if model.network == "none" else f"{_FFNS[model.network]} {model.resolved_mlp_dim:,}",
+        "feed-forward": _network(model),
         "parameters": f"{numbers['parameters']:,}",
+        **({"active for a token": f"{count_parameters(model, active=True):,}"} if model.has_experts else {}),
         "without embeddings": f"{numbers['non_embedding_parameters']:,}",
         "state per sequence": _size(numbers["state_bytes_per_sequence"]) + (f" at {length:,} tokens" if grows else ""),
         "forward FLOPs per token": f"{forward_flops_per_token(config):.3g}",
         "at sequence length": f"{length:,}",
         **(_against_attention(config) if has_memory(model) and model.memory.caching is not None else {}),
     }
+
+
+def _network(model: ModelConfig) -> str:
+    dense = [] if model.network == "none" else [f"{_FFNS[model.network]} {model.resolved_mlp_dim:,}"]
+    given = model.experts
+    experts = [f"{given.per_token} of {given.number} experts, {_FFNS[given.network]} {model.expert_width:,}"]
+    return "; ".join(dense + (experts if model.has_experts else [])) or "none"
 
 
 def _against_attention(config: TrainConfig) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The device mesh: data, fsdp, tensor and, where it is used, sequence."""
+"""The device mesh: data, fsdp, tensor and, where they are used, expert and sequence."""
 
 import dataclasses
 import math
@@ -9,7 +9,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from atlasjax.mesh_axes import BATCH_AXES, MESH_AXES, TIME_AXES
+from atlasjax.mesh_axes import MESH_AXES, OPTIONAL_AXES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,15 +23,19 @@ class MeshConfig:
       tensor: devices over which heads, MLP width and vocabulary are split.
       sequence: devices over which the tokens of each sequence are split, for mixers that allow it (`nn.check_divided`), and with
         them parameters and optimizer state.
+      expert: devices over which experts are split (expert parallelism) and, as over fsdp, the batch and the other parameters. It
+        should divide the number of experts.
     """
 
     data: int = -1
     fsdp: int = 1
     tensor: int = 1
     sequence: int = 1
+    expert: int = 1
 
     def resolve(self, num_devices: int, platform: str | None = None) -> dict[str, int]:
-        """Returns axis → size in the order of the mesh, with -1 filled in, and 1 for a `data` of 0. Without `sequence` if it is 1.
+        """Returns axis → size in the order of the mesh, with -1 filled in, and 1 for a `data` of 0. Without `expert` or `sequence`
+        where it is 1.
 
         Args:
           num_devices: how many devices there are.
@@ -60,7 +64,7 @@ class MeshConfig:
             sizes[free[0]] = num_devices // fixed
         elif fixed > num_devices:
             raise ValueError(f"mesh {sizes} needs {fixed} devices; there are {num_devices}.{_remedy(fixed, platform)}")
-        return {axis: size for axis, size in sizes.items() if size > 1 or axis not in TIME_AXES}
+        return {axis: size for axis, size in sizes.items() if size > 1 or axis not in OPTIONAL_AXES}
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -100,7 +104,7 @@ def num_slices(devices: Sequence[jax.Device]) -> int:
 
 def crossing_axis(shape: Mapping[str, int], slices: int) -> str:
     """The axis of a mesh (axis → size) that crosses several slices. Raises ValueError if none can."""
-    crossing = next((axis for axis in BATCH_AXES if shape[axis] % slices == 0), None)
+    crossing = next((axis for axis in ("data", "fsdp") if shape[axis] % slices == 0), None)
     if crossing is None:
         raise ValueError(
             f"mesh.data is {shape['data']} and mesh.fsdp is {shape['fsdp']}; one of them should be a multiple of {slices}, the "

@@ -14,19 +14,20 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from atlasjax.check import plain_array
-from atlasjax.mesh_axes import BATCH_AXES, TIME_AXES
+from atlasjax.mesh_axes import BATCH_AXES, EXPERT_AXES, OPTIONAL_AXES, TIME_AXES
 from atlasjax.names import lookup
 
 # Parameters are split twice: over `tensor` along an axis that the computation treats independently (heads, MLP width,
-# vocabulary), and along the model width, which is gathered layer by layer, over `fsdp` and `sequence`: devices with other tokens
-# need the same parameters as devices with other sequences. The memory's own axes are small and stay unsplit: splitting them would
-# put a collective into every chunk of the scan over time.
+# vocabulary), and along the model width, which is gathered layer by layer, over `fsdp`, `sequence` and `expert`: devices with other
+# tokens need the same parameters as devices with other sequences. Experts are divided over `expert`, and the tokens go to them.
+# The memory's own axes are small and stay unsplit: splitting them would put a collective into every chunk of the scan over time.
 AxisRule = str | tuple[str, ...] | None
 LOGICAL_AXIS_RULES: dict[str, AxisRule] = {
     "layers": None,
     "vocab": "tensor",
-    "embed": ("fsdp", *TIME_AXES),
+    "embed": ("fsdp", *TIME_AXES, *EXPERT_AXES),
     "mlp": "tensor",
+    "experts": EXPERT_AXES,
     "heads": "tensor",
     "conv": None,
     "rank": None,
@@ -153,18 +154,23 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """The sharding of every array of a batch, [batch, time]: the rows over data and fsdp, the tokens over sequence."""
+    """The sharding of every array of a batch, [batch, time]: the rows over data, fsdp and expert, the tokens over sequence."""
     time = tuple(axis for axis in TIME_AXES if axis in mesh.shape)
-    return NamedSharding(mesh, PartitionSpec(BATCH_AXES, time) if time else PartitionSpec(BATCH_AXES))
+    return NamedSharding(mesh, PartitionSpec(_batch_axes(mesh), time) if time else PartitionSpec(_batch_axes(mesh)))
+
+
+def _batch_axes(mesh: Mesh) -> tuple[str, ...]:
+    """The axes that split the batch, without those that the mesh may lack and does."""
+    return tuple(axis for axis in BATCH_AXES if axis in mesh.shape or axis not in OPTIONAL_AXES)
 
 
 def batch_shards(mesh: Mesh) -> int:
     """Number of parts into which the batch axis is split."""
-    return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+    return math.prod(mesh.shape[axis] for axis in _batch_axes(mesh))
 
 
 def cache_shardings(cache: PyTree, mesh: Mesh) -> PyTree:
-    """Shardings of a model's streaming cache: batch over data and fsdp, heads of memories, keys and values over tensor.
+    """Shardings of a model's streaming cache: batch over data, fsdp and expert, heads of memories, keys and values over tensor.
 
     A state class says which axis of its arrays is heads by an attribute `heads_axis`: 1 for [batch, heads, …]. It holds for all
     arrays in it that have this axis. What no state speaks for, such as the last inputs of a convolution, is not split over tensor.
@@ -177,7 +183,7 @@ def cache_shardings(cache: PyTree, mesh: Mesh) -> PyTree:
     def spec(leaf: jax.ShapeDtypeStruct, heads: int | None) -> NamedSharding:
         axes: list[str | tuple[str, ...] | None] = [None] * leaf.ndim
         if leaf.ndim > 1 and leaf.shape[1] % batch_shards(mesh) == 0:
-            axes[1] = BATCH_AXES
+            axes[1] = _batch_axes(mesh)
         if heads is not None and leaf.ndim > heads and leaf.shape[heads] % mesh.shape["tensor"] == 0:
             axes[heads] = "tensor"
         return NamedSharding(mesh, PartitionSpec(*axes))

@@ -42,11 +42,17 @@ def logical_axes(model: nnx.Module | ModelConfig) -> nnx.State:
     return jax.tree_util.tree_map_with_path(names, params, is_leaf=lambda x: isinstance(x, nnx.Variable))
 
 
-def count_parameters(config: ModelConfig, *, embeddings: bool = True) -> int:
-    """Total size of all parameters of a model. `embeddings=False` leaves out the embedding and an untied head."""
+def count_parameters(config: ModelConfig, *, embeddings: bool = True, active: bool = False) -> int:
+    """Total size of all parameters of a model. `embeddings=False` leaves out the embedding and an untied head; `active=True` the
+    experts that a token does not choose."""
     model = abstract_model(config)
     _, params = nnx.split(model, nnx.Param)
     total = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
+    if active:
+        given = config.experts
+        projections = 3 if given.network == "swiglu" else 2
+        idle = config.num_expert_layers * (given.number - given.per_token)
+        total -= idle * projections * config.dim * config.expert_width
     tables = 1 if config.tie_embeddings else 2
     return total if embeddings else total - tables * config.vocab_size * config.dim
 

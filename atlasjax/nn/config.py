@@ -18,6 +18,7 @@ from atlasjax.names import check_options, name_of, options_text, resolve
 from atlasjax.nn.attention_config import AttentionConfig
 from atlasjax.nn.branch_config import BranchConfig
 from atlasjax.nn.caching_config import CachingConfig
+from atlasjax.nn.experts_config import ExpertsConfig
 from atlasjax.nn.hierarchy_config import HierarchyConfig
 from atlasjax.nn.inner_loop_config import InnerLoopConfig
 from atlasjax.nn.lact_config import LaCTConfig
@@ -43,6 +44,7 @@ __all__ = [
     "CachingConfig",
     "DeltaProductConfig",
     "ElasticConfig",
+    "ExpertsConfig",
     "GAMConfig",
     "GatedDeltaNetConfig",
     "HeadNormConfig",
@@ -133,11 +135,12 @@ class ModelConfig(ModelSizes):
         their outputs are added: "mamba2+attention".
       mixer_options: keyword arguments for your own mixers, a JSON object as text. A dictionary is converted to text.
       ffn: the feed-forward network after the mixer: "swiglu", without biases; "gelu", two projections with biases; "relu2", two
-        projections with squared ReLU; "channel_mixing", RWKV-7's, with a token shift; or "none". A tuple of one of them and "none"
-        is one for each layer of the pattern of mixers.
+        projections with squared ReLU; "channel_mixing", RWKV-7's, with a token shift; "experts", a mixture of experts; or "none". A
+        tuple of one of the first four, "experts" and "none" is one for each layer of the pattern of mixers.
       block: what surrounds f, the mixer or the feed-forward network: "pre_norm", x + f(norm(x)); "post_norm", x + norm(f(x)); or
         "bare", f(x), without norm and residual, which requires ffn="none". A tuple of the first two is one for each layer of the
         pattern of mixers.
+      experts: the networks of layers with ffn="experts".
       memory: the memory of the mixers that have one ("memory", "mac", "mag", "mal").
       caching: Memory Caching around the recurrence of the mixers whose state is a matrix (`takes_caching`), such as "retnet" and
         "kda". None: none. That of the mixers with a memory is `memory.caching`.
@@ -181,6 +184,7 @@ class ModelConfig(ModelSizes):
     mixer_options: str = "{}"
     ffn: str | tuple[str, ...] = "swiglu"
     block: str | tuple[str, ...] = "pre_norm"
+    experts: ExpertsConfig = ExpertsConfig()
     memory: MemoryConfig = MemoryConfig()
     caching: CachingConfig | None = None
     branch: BranchConfig | None = None
@@ -289,9 +293,11 @@ class ModelConfig(ModelSizes):
             )
         if len({*self.ffns}) == 1:  # one way to write a model
             object.__setattr__(self, "ffn", self.ffns[0])
-        if len({*self.ffns} - {"none"}) > 1:
-            raise ValueError(f"ModelConfig: ffn={self.ffn!r} should have one kind of network besides 'none'.")
-        if self.block == "bare" and self.network != "none":
+        if len({*self.ffns} - {"experts", "none"}) > 1:
+            raise ValueError(
+                f"ModelConfig: ffn={self.ffn!r} should have one kind of network besides 'experts' and 'none'."
+            )
+        if self.block == "bare" and self.num_networks:
             raise ValueError(f"ModelConfig: block='bare' needs ffn='none', got ffn={self.ffn!r}.")
 
     def _check_inner_loop(self) -> None:
@@ -304,6 +310,7 @@ class ModelConfig(ModelSizes):
             (no_layer_before, layers >= self.num_layers),
             (f"dropout={self.dropout} would make every step another one; give 0", self.dropout > 0),
             ("branch is given; a layer of the inner loop has one mixer, give branch=None", self.branch is not None),
+            ("ffn='experts' has no fast weights; give another one", self.has_experts),
             ("block='bare' has no residual stream; give 'pre_norm' or 'post_norm'", "bare" in self.blocks),
         ):
             if is_refused:
@@ -325,7 +332,7 @@ class ModelConfig(ModelSizes):
             mixer=branch.mixer,
             mixer_options=branch.mixer_options,
             block="pre_norm",
-            ffn=self.network,
+            ffn=next((name for name in self.ffns if name != "none"), "none"),
             memory=branch.memory,
             attention=branch.attention,
             num_heads=self.num_heads if branch.num_heads is None else branch.num_heads,
@@ -337,7 +344,7 @@ class ModelConfig(ModelSizes):
         )
 
 
-_FFNS = ("swiglu", "gelu", "relu2", "channel_mixing", "none")
+_FFNS = ("swiglu", "gelu", "relu2", "channel_mixing", "experts", "none")
 _CHOICES = {
     "dtype": ("bfloat16", "float32"),
     "norm": ("rms", "rms_plus_one", "layer"),

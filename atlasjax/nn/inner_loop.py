@@ -130,7 +130,8 @@ class FastLayer(Layer):
                 x = mlp(x, own)
             return x
 
-        y, mixer, mlp = self._around(lambda x: self.mixer.extend(x, before.mixer), x, before.mlp, between=adapted)
+        mix, feed = lambda x: self.mixer.extend(x, before.mixer), lambda x: self._feed(x, before.mlp)
+        y, mixer, mlp = self._around(mix, feed, x, between=adapted)
         after = LayerState(mixer, mlp) if isinstance(state, LayerState) else mixer
         return y, jax.tree.map(lambda new, old: new.astype(old.dtype), after, state)
 

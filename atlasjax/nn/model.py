@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int, Key, PyTree
+from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from atlasjax import check
 from atlasjax.memory.check import ARRAYS, check_ids, check_segments, check_shape, check_sizes, check_time
@@ -16,13 +16,14 @@ from atlasjax.mesh_axes import HEAD_AXES
 from atlasjax.mixers.attention import segment_positions
 from atlasjax.nn.cache_check import check_cache, check_inner
 from atlasjax.nn.config import ModelConfig
+from atlasjax.nn.experts import Load
 from atlasjax.nn.inner_loop import InnerLoop, InnerState
 from atlasjax.nn.layers import Linear, dropout, scaled
 from atlasjax.nn.mixer_check import why_not_decoded
 from atlasjax.nn.module import Module
 from atlasjax.nn.parameters import normal, param
 from atlasjax.nn.partition import read_table, split_tokens
-from atlasjax.nn.stack import Norms, first_values, make_norm, stack_layers
+from atlasjax.nn.stack import Observations, first_values, make_norm, stack_layers
 
 
 class PositionedCache(NamedTuple):
@@ -124,7 +125,27 @@ class LanguageModel(Module):
           The input of the head, as `hidden` gives it; and layer → float32 [heads], the largest `Rule.weight_norm` in the batch, for
           the layers that have one, without gradient.
         """
-        hidden, norms = self._run(tokens, segment_ids, max_segments, dropout_keys)
+        return self.measure(tokens, segment_ids, max_segments, dropout_keys=dropout_keys)[:2]
+
+    def measure(
+        self,
+        tokens: Int[Array, "batch time"],
+        segment_ids: Int[Array, "batch time"] | None = None,
+        max_segments: int | None = None,
+        *,
+        dropout_keys: Key[Array, " batch"] | None = None,
+        counted: Bool[Array, "batch time"] | None = None,
+    ) -> tuple[Float[Array, "batch time dim"], dict[int, Float[Array, " heads"]], tuple[Load | None, ...]]:
+        """Like `observe`, and also returns how tokens are spread over experts.
+
+        `counted` are the tokens that this counts; None: all. The other arguments are those of `__call__`.
+
+        Returns:
+          What `observe` returns; and for each layer of the pattern of mixers its load in all repetitions, arrays [repetitions, …],
+          or None if it has no experts.
+        """
+        hidden, seen = self._run(tokens, segment_ids, max_segments, dropout_keys, counted)
+        norms = [one.norm for one in seen]
         # The batch may be split over devices, so one maximum covers all repetitions of a layer.
         largest = [None if norm is None else jnp.max(norm, axis=1) for norm in norms]
         repetitions = max((len(norm) for norm in largest if norm is not None), default=0)
@@ -134,7 +155,7 @@ class LanguageModel(Module):
             for i, norm in enumerate(largest)
             if norm is not None
         }
-        return hidden, by_layer
+        return hidden, by_layer, tuple(one.load for one in seen)
 
     def hidden(
         self,
@@ -148,20 +169,22 @@ class LanguageModel(Module):
         return self._run(tokens, segment_ids, max_segments, dropout_keys)[0]
 
     def _run(
-        self, tokens: jax.Array, segment_ids: jax.Array | None, max_segments: int | None, dropout_keys: jax.Array | None
-    ) -> tuple[jax.Array, Norms]:
-        """Like `hidden`, and also returns the memory size of each layer of the pattern, [repetitions, batch, heads] or None."""
+        self, tokens: jax.Array, segment_ids: jax.Array | None, max_segments: int | None, dropout_keys: jax.Array | None,
+        counted: jax.Array | None = None,
+    ) -> tuple[jax.Array, Observations]:  # fmt: skip
+        """Like `hidden`, and also returns what is observed of each layer of the pattern, arrays [repetitions, …]."""
         _check_tokens(tokens, self.config.vocab_size, "LanguageModel")
         if segment_ids is not None and check_ids(segment_ids, tokens.shape, "LanguageModel") is not None:
             max_segments = check_segments(segment_ids, max_segments, tokens, "LanguageModel")
         parts = self._parts(tokens)
         if parts is None:
-            return self._run_layers(tokens, segment_ids, max_segments, dropout_keys)
-        return _compiled_run(*parts, tokens, segment_ids, max_segments, dropout_keys)
+            return self._run_layers(tokens, segment_ids, max_segments, dropout_keys, counted)
+        return _compiled_run(*parts, tokens, segment_ids, max_segments, dropout_keys, counted)
 
     def _run_layers(
-        self, tokens: jax.Array, segment_ids: jax.Array | None, max_segments: int | None, dropout_keys: jax.Array | None
-    ) -> tuple[jax.Array, Norms]:
+        self, tokens: jax.Array, segment_ids: jax.Array | None, max_segments: int | None, dropout_keys: jax.Array | None,
+        counted: jax.Array | None,
+    ) -> tuple[jax.Array, Observations]:  # fmt: skip
         """`_run` after its checks."""
         graphdef, params = nnx.split(self.layers, nnx.Param)
         keys, layer_keys = self._dropout_keys(tokens, dropout_keys)
@@ -169,14 +192,14 @@ class LanguageModel(Module):
         x = dropout(self._embed(tokens, self._positions(tokens, segment_ids)), self.config.dropout, keys)
         first = first_values(graphdef, params, x, None, segment_ids)
 
-        def layer(x: jax.Array, xs: tuple[PyTree, jax.Array | None]) -> tuple[jax.Array, Norms]:
+        def layer(x: jax.Array, xs: tuple[PyTree, jax.Array | None]) -> tuple[jax.Array, Observations]:
             params, keys = xs
-            return nnx.merge(graphdef, params).observe(x, segment_ids, max_segments, keys, first)
+            return nnx.merge(graphdef, params).observe(x, segment_ids, max_segments, keys, first, counted)
 
-        x, norms = jax.lax.scan(layer, x, (params, layer_keys))
+        x, seen = jax.lax.scan(layer, x, (params, layer_keys))
         if self.inner is not None:
             x = self.inner(x, tokens, segment_ids, max_segments, self._head)
-        return self.norm(x), norms
+        return self.norm(x), seen
 
     def _head(self, x: jax.Array) -> jax.Array:
         """The output of the last layer → logits."""
@@ -348,9 +371,9 @@ class LanguageModel(Module):
 @functools.partial(jax.jit, static_argnames=("graphdef", "max_segments"))
 def _compiled_run(
     graphdef: nnx.GraphDef, params: nnx.State, tokens: jax.Array, segment_ids: jax.Array | None, max_segments: int | None,
-    dropout_keys: jax.Array | None,
-) -> tuple[jax.Array, Norms]:  # fmt: skip
-    return nnx.merge(graphdef, params)._run_layers(tokens, segment_ids, max_segments, dropout_keys)
+    dropout_keys: jax.Array | None, counted: jax.Array | None,
+) -> tuple[jax.Array, Observations]:  # fmt: skip
+    return nnx.merge(graphdef, params)._run_layers(tokens, segment_ids, max_segments, dropout_keys, counted)
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "last"))

@@ -1,6 +1,7 @@
 """Sizes and forms that follow from the fields of a model's config."""
 
 from atlasjax.nn.attention_config import AttentionConfig, AttentionSizes
+from atlasjax.nn.experts_config import ExpertsConfig
 from atlasjax.nn.recurrent_config import GatedDeltaNetConfig, RWKV7Config, SSMConfig
 
 
@@ -15,6 +16,7 @@ class ModelSizes:
     mixer: str | tuple[str, ...]
     ffn: str | tuple[str, ...]
     block: str | tuple[str, ...]
+    experts: ExpertsConfig
     attention: AttentionConfig
     ssm: SSMConfig
     gated_deltanet: GatedDeltaNetConfig
@@ -43,8 +45,23 @@ class ModelSizes:
 
     @property
     def network(self) -> str:
-        """The kind of feed-forward network that layers have, "none" if none has one."""
-        return next((name for name in self.ffns if name != "none"), "none")
+        """The kind of feed-forward network that layers without experts have, "none" if none has one."""
+        return next((name for name in self.ffns if name not in ("experts", "none")), "none")
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether a layer has a mixture of experts."""
+        return "experts" in self.ffns
+
+    @property
+    def num_expert_layers(self) -> int:
+        """Number of layers with a mixture of experts."""
+        return self.ffns.count("experts") * (self.num_layers // len(self.pattern))
+
+    @property
+    def expert_width(self) -> int:
+        """Hidden width of an expert."""
+        return self.experts.width or self.resolved_mlp_dim
 
     @property
     def num_networks(self) -> int:

@@ -8,12 +8,13 @@ from flax import nnx
 
 Tree = TypeVar("Tree")  # of Params
 
-AXES = ("layers", "vocab", "embed", "mlp", "heads", "conv", "rank", "memory_in", "memory_out")
+AXES = ("layers", "vocab", "embed", "mlp", "experts", "heads", "conv", "rank", "memory_in", "memory_out")
 """Logical axis names.
 
 layers: stacked layers · vocab: vocabulary · embed: width of the residual stream · mlp: hidden width of the feed-forward network ·
-heads: heads, heads × head_dim, or the inner channels of a state space model · conv: taps of a convolution · rank: the rank of a
-low-rank product, or the state of a state space model · memory_in, memory_out: the input and output side of a memory's matrix.
+experts: its experts · heads: heads, heads × head_dim, or the inner channels of a state space model · conv: taps of a convolution ·
+rank: the rank of a low-rank product, or the state of a state space model · memory_in, memory_out: the input and output side of a
+memory's matrix.
 An axis without a name (None) is never sharded.
 """
 

@@ -3,7 +3,7 @@
 import math
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from atlasjax import memory
 from atlasjax.mesh_axes import BATCH_AXES, HEAD_AXES, TIME_AXES
@@ -20,7 +20,7 @@ def mesh_partition(batch: int, heads: int, time: int) -> memory.Partition | None
     if mesh.empty or any(kind == AxisType.Manual for kind in mesh.axis_types):
         return None
     sizes = ((BATCH_AXES, batch), (HEAD_AXES, heads), (TIME_AXES, time))
-    return memory.Partition(mesh, *(_dividing(mesh, names, size) for names, size in sizes))
+    return memory.Partition(mesh, *(dividing(mesh, names, size) for names, size in sizes))
 
 
 def time_partition(batch: int, heads: int, time: int) -> memory.Partition | None:
@@ -35,7 +35,7 @@ def time_parts(time: int) -> int:
     return 1 if partition is None else math.prod(partition.mesh.shape[axis] for axis in partition.time)
 
 
-def _dividing(mesh: AbstractMesh, names: tuple[str, ...], size: int) -> tuple[str, ...]:
+def dividing(mesh: Mesh | AbstractMesh, names: tuple[str, ...], size: int) -> tuple[str, ...]:
     """The names that are axes of the mesh and whose sizes together divide `size`."""
     chosen = []
     for name in names:
@@ -74,5 +74,5 @@ def _split(x: jax.Array, *over: tuple[str, ...]) -> jax.Array:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or any(kind != AxisType.Auto for kind in mesh.axis_types):
         return x
-    spec = (_dividing(mesh, names, size) or None for names, size in zip(over, x.shape))
+    spec = (dividing(mesh, names, size) or None for names, size in zip(over, x.shape))
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))

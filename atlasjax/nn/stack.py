@@ -11,13 +11,22 @@ from jaxtyping import PyTree
 
 from atlasjax.memory.layerwise import put_layer, take_layer
 from atlasjax.nn.config import ModelConfig
+from atlasjax.nn.experts import Experts, Load
 from atlasjax.nn.layers import GELU, ChannelMixing, LayerNorm, ReLU2, RMSNorm, SwiGLU, dropout, scaled
 from atlasjax.nn.mixer_check import check_own_mixers
 from atlasjax.nn.mixers import FirstValuesMixer, check_caching, extend_layer, make_mixer, observe
 from atlasjax.nn.module import Module
 from atlasjax.nn.parameters import param
 
-Norms = tuple[jax.Array | None, ...]  # each layer's `Rule.weight_norm`
+
+class Observed(NamedTuple):
+    """What a layer tells of a batch: `Rule.weight_norm` of its memory, [batch, heads], and the load of its experts."""
+
+    norm: jax.Array | None
+    load: Load | None
+
+
+Observations = tuple[Observed, ...]  # of the layers of a pattern
 
 _NORMS: dict[str, Callable[..., RMSNorm | LayerNorm]] = {
     "rms": RMSNorm,
@@ -37,6 +46,7 @@ def make_norm(config: ModelConfig) -> RMSNorm | LayerNorm:
     return _NORMS[config.norm]((config.dim,), ("embed",), config.norm_eps)
 
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -56,6 +66,13 @@ class _StatefulFFN(Protocol):
     def init_state(self, batch_size: int, dtype: jnp.dtype) -> PyTree: ...
 
     def __call__(self, x: jax.Array, state: PyTree, segment_ids: jax.Array | None) -> tuple[jax.Array, PyTree]: ...
+
+
+@runtime_checkable
+class _ObservedFFN(Protocol):
+    """A feed-forward network with experts: `observe(x, counted)` → (y, load)."""
+
+    def observe(self, x: jax.Array, counted: jax.Array | None) -> tuple[jax.Array, Load]: ...
 
 
 class Branch(Module):
@@ -113,24 +130,27 @@ class Layer(Module):
         max_segments: int | None,
         dropout_keys: jax.Array | None,
         first: jax.Array | None,
-    ) -> tuple[jax.Array, Norms]:
-        """[batch, time, dim] → [batch, time, dim], and the memory size from `mixers.observe`, as a tuple of one.
+        counted: jax.Array | None = None,
+    ) -> tuple[jax.Array, Observations]:
+        """[batch, time, dim] → [batch, time, dim], and what is observed, as a tuple of one.
 
-        `dropout_keys`: see `LanguageModel.__call__`. `first`: from the first layer's `first_values`.
+        `dropout_keys`: see `LanguageModel.__call__`. `first`: from the first layer's `first_values`. `counted`: see
+        `LanguageModel.measure`.
         """
         graphdef, params = nnx.split(self, nnx.Param)
 
         def run(
             params: PyTree, x: jax.Array, keys: jax.Array | None, first: jax.Array | None
-        ) -> tuple[jax.Array, PyTree]:
+        ) -> tuple[jax.Array, Observed]:
             layer = nnx.merge(graphdef, params)
-            before = layer.mlp.init_state(x.shape[0], x.dtype) if isinstance(layer.mlp, _StatefulFFN) else None
             mix = lambda y: layer._observe(y, segment_ids, max_segments, first)
-            return layer._around(mix, x, before, segment_ids, keys)[:2]
+            feed = lambda y: layer._feed_whole(y, segment_ids, counted)
+            x, norm, load = layer._around(mix, feed, x, keys)
+            return x, Observed(norm, load)
 
         # prevent_cse is not needed: the layer is the body of a scan, where XLA cannot merge it with its recomputation.
-        x, norm = (jax.checkpoint(run, prevent_cse=False) if self.remat else run)(params, x, dropout_keys, first)
-        return x, (norm,)
+        x, seen = (jax.checkpoint(run, prevent_cse=False) if self.remat else run)(params, x, dropout_keys, first)
+        return x, (seen,)
 
     def init_state(self, batch_size: int, max_length: int | None) -> PyTree:
         """The state before the first token: the mixer's, or a `LayerState`."""
@@ -151,7 +171,7 @@ class Layer(Module):
             more, branch = self.branch.extend(x, given.branch, i)
             return y + more, (mixer, branch)
 
-        x, (mixer, branch), mlp = self._around(mix, x, take_layer(given.mlp, i))
+        x, (mixer, branch), mlp = self._around(mix, lambda y: self._feed(y, take_layer(given.mlp, i)), x)
         after = LayerState(mixer, put_layer(given.mlp, mlp, i, x), branch)
         return x, after if isinstance(states, LayerState) else mixer
 
@@ -165,6 +185,22 @@ class Layer(Module):
         more, of_branch = self.branch.observe(x, segment_ids, max_segments)
         norms = [one for one in (norm, of_branch) if one is not None]
         return y + more, jnp.concatenate(norms, axis=1) if norms else None
+
+    def _feed(self, y: jax.Array, state: PyTree) -> tuple[jax.Array, PyTree]:
+        """The feed-forward network on a piece of a sequence: its output and its next state."""
+        assert self.mlp is not None
+        return self.mlp(y, state, None) if isinstance(self.mlp, _StatefulFFN) else (self.mlp(y), None)
+
+    def _feed_whole(
+        self, y: jax.Array, segment_ids: jax.Array | None, counted: jax.Array | None
+    ) -> tuple[jax.Array, Load | None]:
+        """The feed-forward network on whole sequences: its output, and the load of its experts."""
+        assert self.mlp is not None
+        if isinstance(self.mlp, _ObservedFFN):
+            return self.mlp.observe(y, counted)
+        if isinstance(self.mlp, _StatefulFFN):
+            return self.mlp(y, self.mlp.init_state(y.shape[0], y.dtype), segment_ids)[0], None
+        return self.mlp(y), None
 
     @property
     def has_first_values(self) -> bool:
@@ -188,30 +224,30 @@ class Layer(Module):
     def _around(
         self,
         mix: Callable[[jax.Array], tuple[jax.Array, T]],
+        feed: Callable[[jax.Array], tuple[jax.Array, S]],
         x: jax.Array,
-        before: PyTree,
-        segment_ids: jax.Array | None = None,
         keys: jax.Array | None = None,
         between: Callable[[jax.Array], jax.Array] = lambda x: x,
-    ) -> tuple[jax.Array, T, PyTree]:
-        """(output, what `mix` returns beside its own, next state of the feed-forward network), from its state `before`. `between`
-        maps the residual stream after the mixer."""
+    ) -> tuple[jax.Array, T, S | None]:
+        """(output, what `mix` returns beside its own, what `feed` does): the mixer and the feed-forward network, if there is one.
+        `between` maps the residual stream after the mixer."""
         if self.mixer_norm is None:
             return *mix(x), None
+        fed = None
         y, state = mix(self._before(self.mixer_norm, x))
         x = between(x + self._after(self.mixer_norm, y))
-        if self.mlp is not None and self.mlp_norm is not None:
-            z = self._before(self.mlp_norm, x)
-            if isinstance(self.mlp, _StatefulFFN):
-                y, before = self.mlp(z, before, segment_ids)
-            else:
-                y = self.mlp(z)
+        if self.mlp_norm is not None:
+            y, fed = feed(self._before(self.mlp_norm, x))
             x = x + dropout(self._after(self.mlp_norm, y), self.dropout, keys)
-        return x, state, before
+        return x, state, fed
 
 
-def _make_ffn(config: ModelConfig, index: int, rngs: nnx.Rngs) -> SwiGLU | GELU | ReLU2 | ChannelMixing | None:
+def _make_ffn(
+    config: ModelConfig, index: int, rngs: nnx.Rngs
+) -> SwiGLU | GELU | ReLU2 | ChannelMixing | Experts | None:
     """The feed-forward network of a layer of the pattern."""
+    if config.ffns[index] == "experts":
+        return Experts(config, rngs=rngs)
     ffn = _FFNS.get(config.ffns[index])
     if ffn is None:
         return None
@@ -235,14 +271,15 @@ class Pattern(Module):
         max_segments: int | None,
         dropout_keys: jax.Array | None,
         first: jax.Array | None,
-    ) -> tuple[jax.Array, Norms]:
-        """Like `Layer.observe`, with the memory size of each layer of the pattern."""
-        norms: Norms = ()
+        counted: jax.Array | None = None,
+    ) -> tuple[jax.Array, Observations]:
+        """Like `Layer.observe`, with what is observed of each layer of the pattern."""
+        seen: Observations = ()
         for i, layer in enumerate(self._layers()):
             keys = None if dropout_keys is None else jax.vmap(lambda key, i=i: jax.random.fold_in(key, i))(dropout_keys)
-            x, norm = layer.observe(x, segment_ids, max_segments, keys, first)
-            norms += norm
-        return x, norms
+            x, new = layer.observe(x, segment_ids, max_segments, keys, first, counted)
+            seen += new
+        return x, seen
 
     def init_state(self, batch_size: int, max_length: int | None) -> PyTree:
         """A tuple of the layers' states before the first token."""

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from atlasjax.check import is_integer
 from atlasjax.machine import GIB
+from atlasjax.mesh_axes import BATCH_AXES
 from atlasjax.nn import ModelConfig, check_divided
 from atlasjax.train.config import TrainConfig
 
@@ -28,18 +29,28 @@ def parameters_at_least(model: ModelConfig) -> int:
     # A mixer of the user's may have none; of the others, those that are not in `_WITH_HEADS` may ignore the size of heads.
     widths = [0 if ":" in m else heads if m in _WITH_HEADS else min(heads, model.dim) for m in model.pattern]
     mixers = model.num_layers // len(widths) * model.dim * sum(widths)
-    network = 2 * model.num_networks * model.dim * model.resolved_mlp_dim
+    dense = model.num_networks - model.num_expert_layers
+    columns = dense * model.resolved_mlp_dim + model.num_expert_layers * model.experts.number * model.expert_width
+    network = 2 * model.dim * columns
     return model.vocab_size * model.dim * (1 if model.tie_embeddings else 2) + mixers + network
 
 
 def check_divisible(config: TrainConfig, mesh: Mapping[str, int]) -> None:
     """Raises ValueError if the batch or its sequences cannot be divided over a mesh (axis → size). The message says why."""
-    microbatch, shards = config.data.batch_size // config.accumulation, mesh["data"] * mesh["fsdp"]
+    batch = [axis for axis in BATCH_AXES if axis in mesh]
+    microbatch, shards = config.data.batch_size // config.accumulation, _batch_shards(mesh)
     if microbatch % shards:
         raise ValueError(
             f"data.batch_size / accumulation is {config.data.batch_size} / {config.accumulation} = {microbatch} sequences; it "
-            f"should be divisible by mesh data × fsdp = {mesh['data']} × {mesh['fsdp']} = {shards}."
+            f"should be divisible by mesh {' × '.join(batch)} = {' × '.join(str(mesh[axis]) for axis in batch)} = {shards}."
         )
+    experts, parts = config.model.experts.number, mesh.get("expert", 1)
+    if parts > 1 and not config.model.has_experts:
+        raise ValueError(
+            f"mesh.expert is {parts}, but the model has no experts. Give mesh.expert 1 and a larger mesh.fsdp."
+        )
+    if experts % parts:
+        raise ValueError(f"mesh.expert is {parts}; it should divide model.experts.number, which is {experts}.")
     parts = mesh.get("sequence", 1)
     if config.data.sequence_length % parts:
         raise ValueError(
@@ -47,6 +58,10 @@ def check_divisible(config: TrainConfig, mesh: Mapping[str, int]) -> None:
         )
     packed = config.data.packing == "documents"
     check_divided(config.model, parts, config.data.sequence_length, packed=packed)
+
+
+def _batch_shards(mesh: Mapping[str, int]) -> int:
+    return math.prod(mesh.get(axis, 1) for axis in BATCH_AXES)
 
 
 def check_fits(
@@ -74,9 +89,9 @@ def check_fits(
     moments = 2 if config.optimizer.name == "adamw" else 0  # the state of other optimizers is unknown
     trainable = parameters if trainable is None else trainable
     average = config.optimizer.ema_decay is not None
-    shards, tensor, sequence = mesh["data"] * mesh["fsdp"], mesh["tensor"], mesh.get("sequence", 1)
+    shards, tensor, sequence = _batch_shards(mesh), mesh["tensor"], mesh.get("sequence", 1)
     # float32 parameters and gradients, whatever the dtype of the activations. `data` splits neither.
-    state = 4 * (parameters + trainable * (1 + moments + average)) // (mesh["fsdp"] * tensor * sequence)
+    state = 4 * (parameters + trainable * (1 + moments + average)) // (shards // mesh["data"] * tensor * sequence)
     length = data.sequence_length // sequence  # on each device
     itemsize = 2 if model.dtype == "bfloat16" else 4
     logits = min(length, config.loss.chunk or length) * (model.vocab_size // tensor)

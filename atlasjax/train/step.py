@@ -13,7 +13,9 @@ from jaxtyping import PyTree
 
 from atlasjax import check
 from atlasjax.distributed.sharding import batch_sharding, replicated
+from atlasjax.nn.experts import Load
 from atlasjax.nn.partition import time_parts
+from atlasjax.train.balance import balance_loss, balanced, expert_shares
 from atlasjax.train.loss import LossConfig, cross_entropy_sum
 from atlasjax.train.optimizer import updated
 from atlasjax.train.state import TrainState, merge
@@ -22,18 +24,20 @@ from atlasjax.train.trainable import replaced, select
 Batch = dict[str, jax.Array]
 EvalStep = Callable[[PyTree, Batch], tuple[jax.Array, jax.Array, jax.Array]]  # (params, batch) → (nats, tokens, bytes)
 MemoryNorms = dict[int, jax.Array]  # layer → float32 [heads]
+Loads = tuple[Load | None, ...]  # of the layers of the pattern, [repetitions, …]
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 class Metrics(TypedDict):
-    """The numbers that `train_step` returns with the state: float32 scalars, and the memory norms of the batch."""
+    """The numbers that `train_step` returns with the state: float32 scalars, and those of layers."""
 
     loss: jax.Array
     gradient_norm: jax.Array
     learning_rate: jax.Array
     tokens: jax.Array
     memory_norm: MemoryNorms
+    expert_share: dict[int, jax.Array]
 
 
 def loss_sums(
@@ -58,19 +62,20 @@ def loss_sums(
 
 def _observed_sums(
     graphdef: nnx.GraphDef, params: PyTree, batch: Batch, max_segments: int | None, loss: LossConfig
-) -> tuple[jax.Array, jax.Array, MemoryNorms]:
-    """`loss_sums`, and the memory norms of `LanguageModel.observe`."""
+) -> tuple[jax.Array, jax.Array, MemoryNorms, Loads]:
+    """`loss_sums`, and the memory norms and loads of `LanguageModel.measure`."""
     check.plain_array("loss_sums", "batch", batch)
     model = merge(graphdef, params)
-    hidden, norms = model.observe(
-        batch["inputs"], batch.get("segment_ids"), max_segments, dropout_keys=batch.get("dropout_keys")
-    )
+    hidden, norms, loads = model.measure(
+        batch["inputs"], batch.get("segment_ids"), max_segments, dropout_keys=batch.get("dropout_keys"),
+        counted=batch["weights"] > 0,
+    )  # fmt: skip
     weights = batch["weights"].astype(jnp.float32)
     total = cross_entropy_sum(
         model.logits, hidden, batch["targets"], weights, chunk=loss.chunk, z_loss=loss.z_loss,
         parts=time_parts(weights.shape[1]),
     )  # fmt: skip
-    return total, jnp.sum(weights), norms
+    return total, jnp.sum(weights), norms, loads
 
 
 def accumulated_gradients(
@@ -94,30 +99,33 @@ def accumulated_gradients(
 def _observed_gradients(
     graphdef: nnx.GraphDef, params: PyTree, batch: Batch, microbatches: int, max_segments: int | None,
     constrain: Callable[[Batch], Batch], loss_config: LossConfig, whole: Callable[[PyTree], PyTree] = lambda params: params,
-) -> tuple[jax.Array, PyTree, jax.Array, MemoryNorms]:  # fmt: skip
-    """`accumulated_gradients`, and the largest memory norms of the batch. `whole` makes all parameters of those that train."""
+) -> tuple[jax.Array, PyTree, jax.Array, MemoryNorms, Loads]:  # fmt: skip
+    """`accumulated_gradients`, and the largest memory norms and the loads of the batch. `whole` makes all parameters of those that
+    train."""
 
-    def sums(params: PyTree, batch: Batch) -> tuple[jax.Array, tuple[jax.Array, MemoryNorms]]:
-        loss, weight, norms = _observed_sums(graphdef, whole(params), batch, max_segments, loss_config)
-        return loss, (weight, norms)
+    def sums(params: PyTree, batch: Batch) -> tuple[jax.Array, tuple[jax.Array, MemoryNorms, Loads]]:
+        loss, weight, norms, loads = _observed_sums(graphdef, whole(params), batch, max_segments, loss_config)
+        more = balance_loss(merge(graphdef, whole(params)).config, loads)
+        return loss if more is None else loss + weight * more, (weight, norms, loads)
 
     gradient = jax.value_and_grad(sums, has_aux=True)
     if microbatches == 1:
-        (loss, (weight, norms)), grads = gradient(params, batch)
+        (loss, (weight, norms, loads)), grads = gradient(params, batch)
     else:
         # Microbatch i has rows i, i + n, i + 2n, …, so every device keeps the rows that it already holds.
         split = jax.tree.map(lambda x: x.reshape(-1, microbatches, *x.shape[1:]).swapaxes(0, 1), batch)
 
-        def add(carry: PyTree, microbatch: Batch) -> tuple[PyTree, MemoryNorms]:
-            (loss, (weight, norms)), grads = gradient(params, constrain(microbatch))
-            return jax.tree.map(jnp.add, carry, ((loss, weight), grads)), norms
+        def add(carry: PyTree, microbatch: Batch) -> tuple[PyTree, tuple[MemoryNorms, Loads]]:
+            (loss, (weight, *seen)), grads = gradient(params, constrain(microbatch))
+            return jax.tree.map(jnp.add, carry, ((loss, weight), grads)), tuple(seen)
 
         zero = jnp.zeros((), jnp.float32)
         carry = (zero, zero), jax.tree.map(jnp.zeros_like, params)
-        ((loss, weight), grads), norms = jax.lax.scan(add, carry, split)
+        ((loss, weight), grads), (norms, loads) = jax.lax.scan(add, carry, split)
         norms = jax.tree.map(lambda x: jnp.max(x, axis=0), norms)
+        loads = jax.tree.map(lambda x: jnp.sum(x, axis=0), loads)
     scale = jnp.where(weight > 0, 1.0 / jnp.where(weight > 0, weight, 1.0), 0.0)  # a batch with only padding has loss 0
-    return loss * scale, jax.tree.map(lambda g: g * scale, grads), weight, norms
+    return loss * scale, jax.tree.map(lambda g: g * scale, grads), weight, norms, loads
 
 
 def train_step(
@@ -146,19 +154,21 @@ def train_step(
 
     Returns:
       (state after the step, float32 scalars: loss in nats per token, gradient_norm before clipping, learning_rate, tokens; and
-      memory_norm: layer → float32 [heads], the size of the memories after the batch, see `LanguageModel.observe`).
+      memory_norm: layer → float32 [heads], the size of the memories after the batch, see `LanguageModel.observe`; expert_share:
+      layer → the share of the tokens that go to its busiest expert).
     """
-    if merge(graphdef, state.params).config.dropout:
+    config = merge(graphdef, state.params).config
+    if config.dropout:
         keys = jax.random.split(jax.random.fold_in(state.key, state.step), batch["inputs"].shape[0])
         batch = {**batch, "dropout_keys": keys}
     params = select(state.params, trainable)
     whole = lambda params: replaced(state.params, params)
-    value, grads, tokens, norms = _observed_gradients(
+    value, grads, tokens, norms, loads = _observed_gradients(
         graphdef, params, batch, microbatches, max_segments, constrain, loss, whole
     )
     # The optimizer sees the parameters that train, and no others: its state has no entries for frozen ones.
     updates, optimizer_state = updated(optimizer, grads, state.optimizer, params, value)
-    params = optax.apply_updates(params, updates)
+    params = balanced(optax.apply_updates(params, updates), params, loads, config)
     ema = None if ema_decay is None else averaged(state.ema, params, ema_decay, state.step)
     metrics: Metrics = {
         "loss": value,
@@ -166,6 +176,7 @@ def train_step(
         "learning_rate": schedule(state.step),
         "tokens": tokens,
         "memory_norm": norms,
+        "expert_share": expert_shares(loads),
     }
     return TrainState(whole(params), optimizer_state, state.key, state.step + 1, ema), metrics
 

@@ -123,9 +123,10 @@ class Reporter:
         self.recorded = True
         self._record_times(last, len(records), elapsed)
         for step, metrics in records:
-            norms = metrics.pop("memory_norm")
+            norms, shares = metrics.pop("memory_norm"), metrics.pop("expert_share")
             values = {name: float(value) for name, value in metrics.items()}
             by_layer = {f"memory_norm/{layer}": float(heads.max()) for layer, heads in sorted(norms.items())}
+            by_layer |= {f"expert_share/{layer}": float(share) for layer, share in sorted(shares.items())}
             self._writer.write(step, "train", {**values, "tokens_seen": step * self._tokens_per_step, **by_layer})
             if line := self.memories.report(step, norms):
                 self.say(line)
