@@ -13,6 +13,7 @@ from atlasjax.interop import (
     nemotron_h,
     olmo_hybrid,
     qwen3_5,
+    qwen_experts,
     rwkv7,
 )
 from atlasjax.interop.family import Family
@@ -23,7 +24,7 @@ FAMILIES = (
     fla.GATED_DELTANET, fla.DELTANET, fla.GLA, qwen3_5.QWEN3_5, olmo_hybrid.OLMO_HYBRID, rwkv7.RWKV7,
     mamba2_hybrids.GRANITE, falcon_h1.FALCON_H1, nemotron_h.NEMOTRON_H, lfm2.LFM2, mamba2_hybrids.BAMBA,
     fla_delta_rules.KDA, fla_delta_rules.GATED_DELTAPRODUCT, fla_delta_rules.COMBA, fla_delta_rules.MESA_NET,
-    mamba.FALCON_MAMBA, mamba3.MAMBA3,
+    mamba.FALCON_MAMBA, mamba3.MAMBA3, qwen_experts.QWEN3_NEXT, qwen_experts.QWEN3_5_MOE,
 )  # fmt: skip
 """The families that can be imported and exported. A run that was not imported is exported as the first one that has its layers."""
 

@@ -3,6 +3,7 @@
 `Names` gives the peer's names of a tensor from its name inside a layer, such as "mlp.up_proj.weight".
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -14,8 +15,8 @@ ALL = slice(None)
 HYBRID = {"linear_attention": "gated_deltanet", "full_attention": "attention"}
 """A kind of layer, as `layer_types` of a hybrid's config.json has it → our mixer."""
 MATTERS = (
-    "num_heads", "resolved_head_dim", "value_dim", "value_heads", "gated_deltanet.negative_eigenvalues", "resolved_mlp_dim",
-    "head_norm", "conv_width",
+    "num_heads", "resolved_head_dim", "value_dim", "value_heads", "gated_deltanet.negative_eigenvalues", "dense_width",
+    "expert_form", "head_norm", "conv_width",
 )  # fmt: skip
 """`Family.matters` of such a hybrid."""
 
@@ -32,12 +33,41 @@ def head_row(config: ModelConfig) -> Row:
     return Row("lm_head.weight", "head.kernel", "v d -> d v")
 
 
-def mlp_rows(names: Names) -> list[Row]:
-    """The feed-forward layer, whose gate and up projections are one array here."""
+def mlp_rows(names: Names, peer: str = "mlp", ours: str = "mlp", network: str = "swiglu") -> list[Row]:
+    """The feed-forward network "swiglu", whose gate and up projections are one array here.
+
+    peer, ours: where it is in a layer. network: kind of the layer's network, "experts" for a shared one.
+    """
+    row = functools.partial(Row, network=network)
+    named = lambda name: names(f"{peer}.{name}_proj.weight")
     return [
-        Row(names("mlp.gate_proj.weight"), "layers.mlp.gate_and_wide.kernel", "m d -> d m", part=(ALL, 0)),
-        Row(names("mlp.up_proj.weight"), "layers.mlp.gate_and_wide.kernel", "m d -> d m", part=(ALL, 1)),
-        Row(names("mlp.down_proj.weight"), "layers.mlp.out.kernel", "d m -> m d"),
+        row(named("gate"), f"layers.{ours}.gate_and_wide.kernel", "m d -> d m", part=(ALL, 0)),
+        row(named("up"), f"layers.{ours}.gate_and_wide.kernel", "m d -> d m", part=(ALL, 1)),
+        row(named("down"), f"layers.{ours}.out.kernel", "d m -> m d"),
+    ]
+
+
+def expert_rows(names: Names, config: ModelConfig) -> list[Row]:
+    """The experts of SwiGLU, each with tensors of its own. names: of their number, as {e}, and a projection's name."""
+    row = functools.partial(Row, network="experts")
+    found = []
+    for e in range(config.experts.number if config.has_experts else 0):
+        for part, name in enumerate(("gate", "up")):
+            found.append(row(_numbered(names(name), e), "layers.mlp.wide", "m d -> d m", part=(e, ALL, part)))
+        found.append(row(_numbered(names("down"), e), "layers.mlp.out", "d m -> m d", part=(e,)))
+    return found
+
+
+def _numbered(names: str | tuple[str, ...], expert: int) -> str | tuple[str, ...]:
+    number = lambda name: name.replace("{e}", str(expert))
+    return number(names) if isinstance(names, str) else tuple(map(number, names))
+
+
+def joined_expert_rows(wide: str | tuple[str, ...], out: str | tuple[str, ...]) -> list[Row]:
+    """The experts of SwiGLU in two tensors: all gates and up projections [experts, 2 m, d], and all down projections."""
+    return [
+        Row(wide, "layers.mlp.wide", "e (p m) d -> e d p m", network="experts"),
+        Row(out, "layers.mlp.out", "e d m -> e m d", network="experts"),
     ]
 
 

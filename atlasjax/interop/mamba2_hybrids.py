@@ -1,4 +1,4 @@
-"""Hybrids of Mamba-2 and attention with a SwiGLU in every layer, as transformers writes them: Granite 4.0 (dense) and Bamba."""
+"""Hybrids of Mamba-2 and attention with SwiGLU or experts in every layer, as transformers writes them: Granite 4.0 and Bamba."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -9,12 +9,13 @@ from atlasjax.interop.layers import (
     MAMBA2_MATTERS,
     attention_rows,
     head_row,
+    joined_expert_rows,
     mamba2_rows,
     of_type,
     step_limit,
 )
 from atlasjax.interop.table import Row
-from atlasjax.nn import AttentionConfig, ModelConfig, MultiplierConfig, SSMConfig
+from atlasjax.nn import AttentionConfig, ExpertsConfig, ModelConfig, MultiplierConfig, SSMConfig
 
 _MIXER_OF = {"linear_attention": "mamba2", "mamba": "mamba2", "full_attention": "attention", "attention": "attention"}
 _GRANITE, _BAMBA = "Granite 4.0", "Bamba"
@@ -43,16 +44,23 @@ def _mixer_rows(config: ModelConfig) -> list[Row]:
 
 
 def granite_rows(config: ModelConfig) -> list[Row]:
-    """The table of Granite 4.0. The rows of `input_linear` are the gate's, then those that it multiplies."""
-    wide, hidden = in_layer("shared_mlp.input_linear.weight"), config.resolved_mlp_dim
-    return [
+    """The table of Granite 4.0. The rows of `input_linear` are the gate's, then those that it multiplies.
+
+    Dense models have the network that is shared by all tokens, and no other.
+    """
+    experts = lambda name: in_layer(f"block_sparse_moe.{name}.weight")
+    shared = "layers.mlp.shared." if config.has_experts else "layers.mlp."
+    found = [
         *_mixer_rows(config),
         Row(in_layer("post_attention_layernorm.weight"), "layers.mlp_norm.scale", "d -> d"),
-        Row(wide, "layers.mlp.gate_and_wide.kernel", "m d -> d m", (0, hidden), (ALL, 0)),
-        Row(wide, "layers.mlp.gate_and_wide.kernel", "m d -> d m", (hidden, 2 * hidden), (ALL, 1)),
-        Row(in_layer("shared_mlp.output_linear.weight"), "layers.mlp.out.kernel", "d m -> m d"),
+        Row(in_layer("shared_mlp.input_linear.weight"), f"{shared}gate_and_wide.kernel", "(p m) d -> d p m"),
+        Row(in_layer("shared_mlp.output_linear.weight"), f"{shared}out.kernel", "d m -> m d"),
         Row("model.norm.weight", "norm.scale", "d -> d"),
     ]
+    if config.has_experts:
+        found += joined_expert_rows(experts("input_linear"), experts("output_linear"))
+        found.append(Row(experts("router.layer"), "layers.mlp.router.kernel", "e d -> d e"))
+    return found
 
 
 def feed_forward_rows() -> list[Row]:
@@ -93,13 +101,13 @@ def _model(
     fields: Fields,
     kinds: Callable[[Fields, int], list[str]],
     attention: Callable[[Fields, int], dict],
-    width: str,
+    network: Callable[[Fields], dict],
     eps: float,
 ) -> ModelConfig:
     """The config, from the fields that both families have.
 
     kinds: reads our mixer of each of so many layers. attention: reads the fields of attention that differ, for a size of a head.
-    width: name of the field of the feed-forward network's width. eps: default of the norms.
+    network: reads those of the feed-forward network. eps: default of the norms.
     """
     fields.fixed(attention_bias=False)
     fields.require("hidden_act", "silu", "swish")
@@ -113,7 +121,7 @@ def _model(
         attention=AttentionConfig(
             num_heads=heads, kv_heads=kv_heads, head_dim=size, value_dim=size, **attention(fields, size)
         ),
-        norm_eps=fields.number("rms_norm_eps", default=eps), mlp_dim=fields.integer(width),
+        norm_eps=fields.number("rms_norm_eps", default=eps), **network(fields),
         tie_embeddings=fields.boolean("tie_word_embeddings", False), dtype=fields.dtype(),
     )  # fmt: skip
 
@@ -152,6 +160,20 @@ def _granite_attention(fields: Fields, size: int) -> dict[str, object]:
     }  # fmt: skip
 
 
+def _granite_dense(fields: Fields) -> dict[str, object]:
+    fields.fixed(num_local_experts=0)
+    return {"mlp_dim": fields.integer("shared_intermediate_size", 1024)}
+
+
+def _granite_experts(fields: Fields) -> dict[str, object]:
+    """Experts, and a network for all tokens."""
+    experts = ExpertsConfig(
+        number=fields.integer("num_local_experts", 8), per_token=fields.integer("num_experts_per_tok", 2),
+        width=fields.integer("intermediate_size", 11008), shared_width=fields.integer("shared_intermediate_size", 1024),
+    )  # fmt: skip
+    return {"ffn": "experts", "experts": experts}
+
+
 _GRANITE_NEUTRAL = (
     "attention_dropout", "init_method", "intermediate_size", "logits_to_keep", "mamba_chunk_size", "normalization_function",
     "num_experts_per_tok", "output_router_logits", "router_aux_loss_coef",
@@ -160,13 +182,13 @@ _GRANITE_NEUTRAL = (
 
 def _granite_to_ours(given: Mapping[str, object], sizes: Sizes) -> ModelConfig:
     fields = Fields(given, _GRANITE, sizes)
-    fields.fixed(num_local_experts=0)
     multipliers = MultiplierConfig(
         embedding=fields.number("embedding_multiplier", default=1.0),
         residual=fields.number("residual_multiplier", default=1.0),
         logits=1 / fields.number("logits_scaling", default=1.0),
     )
-    config = _model(fields, _granite_kinds, _granite_attention, "shared_intermediate_size", 1e-6)
+    network = _granite_dense if given.get("num_local_experts") == 0 else _granite_experts
+    config = _model(fields, _granite_kinds, _granite_attention, network, 1e-6)
     fields.done(_GRANITE_NEUTRAL)
     return dataclasses.replace(config, multipliers=multipliers)
 
@@ -174,10 +196,13 @@ def _granite_to_ours(given: Mapping[str, object], sizes: Sizes) -> ModelConfig:
 def _granite_to_peer(config: ModelConfig) -> dict[str, object]:
     kinds = {"mamba2": "linear_attention", "attention": "full_attention"}
     theta, scale = config.attention.rope_theta, config.attention.scale
+    experts, shared = config.expert_form, config.resolved_mlp_dim
+    number, chosen, width = (0, 0, shared) if experts is None else (experts.number, experts.per_token, experts.width)
     return _fields(config) | {
         "architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid",
-        "layer_types": [kinds[kind] for kind in _layer_kinds(config)], "num_local_experts": 0, "num_experts_per_tok": 0,
-        "shared_intermediate_size": config.resolved_mlp_dim,
+        "layer_types": [kinds[kind] for kind in _layer_kinds(config)],
+        "num_local_experts": number, "num_experts_per_tok": chosen, "intermediate_size": width,
+        "shared_intermediate_size": shared if experts is None else experts.shared_width or 1,
         "position_embedding_type": None if theta is None else "rope",
         "rope_parameters": {"rope_type": "default", "rope_theta": theta or 1e4},
         "attention_multiplier": config.attention_sizes.key_dim**-0.5 if scale is None else scale,
@@ -204,7 +229,9 @@ def _bamba_attention(fields: Fields, size: int) -> dict[str, object]:
 def _bamba_to_ours(given: Mapping[str, object], sizes: Sizes) -> ModelConfig:
     fields = Fields(given, _BAMBA, sizes)
     fields.fixed(mlp_bias=False, partial_rotary_factor=0.5)
-    config = _model(fields, _bamba_kinds, _bamba_attention, "intermediate_size", 1e-5)
+    config = _model(
+        fields, _bamba_kinds, _bamba_attention, lambda fields: {"mlp_dim": fields.integer("intermediate_size")}, 1e-5
+    )
     fields.done(("attention_dropout", "mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient"))
     return config
 
@@ -219,7 +246,7 @@ def _bamba_to_peer(config: ModelConfig) -> dict[str, object]:
     }  # fmt: skip
 
 
-_MATTERS = (*MAMBA2_MATTERS, "resolved_mlp_dim")
+_MATTERS = (*MAMBA2_MATTERS, "dense_width", "expert_form")
 GRANITE = Family(
     "granitemoehybrid", ("mamba2", "attention"), of_type("granitemoehybrid"), _granite_to_ours, _granite_to_peer, granite_rows,
     _MATTERS,

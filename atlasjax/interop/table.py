@@ -29,6 +29,7 @@ class Row:
       copy: the tensor repeats a parameter that another row has, and may be missing.
       first: number of the first layer that has the tensor. Our parameter of the layers before it has no effect and becomes zero.
       mixers: names of the mixers whose layers have the tensor. None: all layers.
+      network: kind of the feed-forward network of the layers that have the tensor, as in `ModelConfig.ffns`. None: all layers.
       numbers: for each of our layers, the number that takes the place of "{n}", or None if the layer has no such tensor. None: the
         layer's own number.
     """
@@ -41,6 +42,7 @@ class Row:
     copy: bool = False
     first: int = 0
     mixers: tuple[str, ...] | None = None
+    network: str | None = None
     numbers: tuple[int | None, ...] | None = None
 
 
@@ -102,7 +104,9 @@ def _places(row: Row, config: ModelConfig) -> Iterator[tuple[str, Index, int]]:
     period = len(config.pattern)
     for n in range(config.num_layers):
         number = n if row.numbers is None else row.numbers[n]
-        if number is not None and (row.mixers is None or config.pattern[n % period] in row.mixers):
+        has_mixer = row.mixers is None or config.pattern[n % period] in row.mixers
+        has_network = row.network is None or config.ffns[n % period] == row.network
+        if number is not None and has_mixer and has_network:
             inside = "layers." if period == 1 else f"layers.layer_{n % period}."
             yield inside + row.ours.removeprefix("layers."), (n // period,), number
 

@@ -1,5 +1,7 @@
 """Sizes and forms that follow from the fields of a model's config."""
 
+import dataclasses
+
 from atlasjax.nn.attention_config import AttentionConfig, AttentionSizes
 from atlasjax.nn.experts_config import ExpertsConfig
 from atlasjax.nn.recurrent_config import GatedDeltaNetConfig, RWKV7Config, SSMConfig
@@ -57,6 +59,18 @@ class ModelSizes:
     def num_expert_layers(self) -> int:
         """Number of layers with a mixture of experts."""
         return self.ffns.count("experts") * (self.num_layers // len(self.pattern))
+
+    @property
+    def dense_width(self) -> int | None:
+        """Hidden width of the feed-forward networks without experts. None without them."""
+        return None if self.network == "none" else self.resolved_mlp_dim
+
+    @property
+    def expert_form(self) -> ExpertsConfig | None:
+        """What of `experts` decides the function of the model: without the settings of training. None without experts."""
+        if not self.has_experts:
+            return None
+        return dataclasses.replace(self.experts, width=self.expert_width, balance_loss=0.0, bias_update=0.0)
 
     @property
     def expert_width(self) -> int:

@@ -203,6 +203,32 @@ MODELS = {
          "rms_norm_eps": 0.001, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}},
         3, 7, 16,
     ),
+    "granitemoehybrid, experts": (
+        "transformers", "GraniteMoeHybrid",
+        {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300,
+         "num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 24, "shared_intermediate_size": 40,
+         "mamba_n_heads": 8, "mamba_d_state": 16, "layer_types": ["linear_attention", "full_attention"],
+         "embedding_multiplier": 12.0, "logits_scaling": 3.0, "residual_multiplier": 0.22, "attention_multiplier": 0.3},
+        2, 67, 16,
+    ),
+    "qwen3_next": (
+        "transformers", "Qwen3Next",
+        {"hidden_size": 32, "num_hidden_layers": 3, "vocab_size": 300, "intermediate_size": 40, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+         "linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_experts": 8, "num_experts_per_tok": 3,
+         "moe_intermediate_size": 24, "shared_expert_intermediate_size": 16, "mlp_only_layers": [0],
+         "layer_types": ["linear_attention", "linear_attention", "full_attention"]},
+        2, 67, 16,
+    ),
+    "qwen3_5_moe": (
+        "transformers", "Qwen3_5Moe",
+        {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 257, "num_attention_heads": 2, "num_key_value_heads": 1,
+         "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8,
+         "linear_value_head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+         "shared_expert_intermediate_size": 16, "tie_word_embeddings": True,
+         "layer_types": ["linear_attention", "full_attention"]},
+        1, 13, 16,
+    ),
     "bamba": (
         "transformers", "Bamba",
         {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 300,
@@ -254,7 +280,9 @@ def make(folder: pathlib.Path, name: str) -> None:
     classes = importlib.import_module(module)
     torch.manual_seed(0)
     text = changes.get("text_config")
-    config = getattr(classes, prefix + ("TextConfig" if prefix == "Qwen3_5" and text is None else "Config"))(**changes)
+    config = getattr(
+        classes, prefix + ("TextConfig" if prefix in ("Qwen3_5", "Qwen3_5Moe") and text is None else "Config")
+    )(**changes)
     model = getattr(classes, prefix + ("ForCausalLM" if text is None else "ForConditionalGeneration"))(config).eval()
     tokens = torch.randint(0, (text or changes)["vocab_size"], (batch, length))
     with torch.no_grad():

@@ -161,7 +161,7 @@ def test_overrides_reach_the_rule():
         (lambda: ModelConfig(value_expansion=0), ["value_expansion", "0"]),
         (
             lambda: ModelConfig(ffn="relu"),
-            ["ffn", "'swiglu' or 'gelu' or 'relu2' or 'channel_mixing' or 'none'", "'relu'"],
+            ["ffn", "'swiglu' or 'gelu' or 'relu2' or 'channel_mixing' or 'experts' or 'none'", "'relu'"],
         ),
         (lambda: ModelConfig(block="bare"), ["block='bare'", "ffn='none'", "'swiglu'"]),
         (lambda: ModelConfig(block="norm"), ["block", "'pre_norm' or 'post_norm' or 'bare'", "'norm'"]),
