@@ -70,7 +70,14 @@ TABLE = pathlib.Path(__file__).parents[1] / "preset_sizes.json"
 _LAYERS: dict[tuple[str, str], int] = {
     ("gated-deltanet-h2", "tiny"): 3,
     **dict.fromkeys(
-        (("granite-h", "1.3b"), ("nemotron-h", "1.3b"), ("lfm2", "1.3b")), 20
+        (
+            ("granite-h", "1.3b"),
+            ("granite-h-experts", "1.3b"),
+            ("qwen3-next", "1.3b"),
+            ("nemotron-h", "1.3b"),
+            ("lfm2", "1.3b"),
+        ),
+        20,
     ),  # a multiple of their pattern
     ("gdn2-mac", "340m"): 22,
     ("rwkv7-mac", "340m"): 20,
@@ -136,6 +143,8 @@ def _fields(changes: dict[str, Any], size_name: str, architecture: str | None = 
     if mixers & {"mamba2", "mamba3", "log_linear_mamba2"}:
         state = _STATES.get((architecture or "", size_name), size.mamba2_state)
         changes["ssm"] = dataclasses.replace(changes.get("ssm", SSMConfig()), state_dim=state)
+    if "experts" in changes:  # the shared network is half as wide as the model
+        changes["experts"] = dataclasses.replace(changes["experts"], shared_width=size.fields["dim"] // 2)
     if changes.get("positions") == "learned":
         changes["max_positions"] = size.max_positions
     layers = _LAYERS.get((architecture or "", size_name))
@@ -156,7 +165,7 @@ def _fit(fields: dict[str, Any], size: Size) -> ModelConfig:
         return ModelConfig(**{**fields, "num_layers": max(1, layers)})
     least = ModelConfig(**fields, mlp_dim=size.width_step)
     per_column = {"gelu": 2 * least.dim + 1, "relu2": 2 * least.dim}.get(least.network, 3 * least.dim)
-    networks = least.num_networks
+    networks = least.num_networks + least.num_expert_layers * (least.experts.number - 1)
     if (own := least.inner_loop) is not None:
         networks += own.layers_of(networks) * len(own.periods)
     per_step = per_column * networks * size.width_step
@@ -179,7 +188,7 @@ def fitted(architecture: str, size: str) -> ModelConfig:
 
 def fitted_field(config: ModelConfig) -> str:
     """The field that is fitted to the number of parameters."""
-    return "num_layers" if config.network == "none" else "mlp_dim"
+    return "mlp_dim" if config.num_networks else "num_layers"
 
 
 def fitted_names() -> list[tuple[str, str]]:

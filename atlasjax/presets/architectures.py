@@ -6,6 +6,7 @@ from atlasjax import rules
 from atlasjax.nn.config import (
     MIXER_NAMES,
     AttentionConfig,
+    ExpertsConfig,
     GAMConfig,
     GatedDeltaNetConfig,
     HeadNormConfig,
@@ -59,6 +60,20 @@ BASELINES: dict[str, dict[str, Any]] = {
     "log-linear-mamba2": {"mixer": "log_linear_mamba2", "ffn": "none"},
     # The layers of public hybrids, with their order in a short pattern and without their multipliers.
     "granite-h": {"mixer": ("mamba2", "mamba2", "mamba2", "attention"), "attention": AttentionConfig(rope_theta=None)},
+    "granite-h-experts": {
+        "mixer": ("mamba2", "mamba2", "mamba2", "attention"),
+        "attention": AttentionConfig(rope_theta=None),
+        "ffn": "experts",
+        "experts": ExpertsConfig(8, 2, shared_width=64, balance_loss=0.001),
+    },
+    "qwen3-next": {
+        "mixer": ("gated_deltanet", "gated_deltanet", "gated_deltanet", "attention"),
+        "norm": "rms_plus_one",
+        "head_norm": HeadNormConfig(shared=True),
+        "attention": AttentionConfig(qk_norm="head", gate=True),
+        "ffn": "experts",
+        "experts": ExpertsConfig(8, 2, shared_width=64, shared_gate=True, balance_loss=0.001),
+    },
     "falcon-h1": {"mixer": "mamba2+attention", "ssm": SSMConfig(output_norm="none")},
     "nemotron-h": {
         "mixer": ("mamba2", "mamba2", "mamba2", "attention"),

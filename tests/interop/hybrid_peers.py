@@ -79,6 +79,50 @@ def _lfm2(dim=12, wide=16, vocab=260):
     return layers | {"model.embed_tokens.weight": (vocab, dim), "model.embedding_norm.weight": (dim,)}
 
 
+def _granite_experts(number=3, width=8, dim=12):
+    """`_granite` with experts."""
+    own = {
+        "router.layer.weight": (number, dim), "input_linear.weight": (number, 2 * width, dim),
+        "output_linear.weight": (number, dim, width),
+    }  # fmt: skip
+    return _granite() | {k: v for n in range(2) for k, v in _within(f"model.layers.{n}.block_sparse_moe.", own).items()}
+
+
+def _qwen_experts(delta, prefix="model.", joined=False, dense=(), number=3, width=8, shared=5, dim=12, wide=20):
+    """Gated DeltaNet and attention, with experts except in the layers `dense`. delta: shapes of the projections of the former."""
+    channels = 2 * 2 * 3 + 4 * 6
+    mixers = (
+        _within(
+            "linear_attn.",
+            delta | {"conv1d.weight": (channels, 1, 4), "A_log": (4,), "dt_bias": (4,), "norm.weight": (6,)},
+        )
+        | {"linear_attn.out_proj.weight": (dim, 24)},
+        _within("self_attn.", _attention_parts(dim, 4, 2, 6) | {"q_norm.weight": (6,), "k_norm.weight": (6,)})
+        | {"self_attn.q_proj.weight": (48, dim)},
+    )
+    network = lambda wide: {
+        f"{x}_proj.weight": (dim, wide) if x == "down" else (wide, dim) for x in ("gate", "up", "down")
+    }
+    if joined:
+        experts = {"gate_up_proj": (number, 2 * width, dim), "down_proj": (number, dim, width)}
+    else:
+        experts = {f"{e}.{name}": shape for e in range(number) for name, shape in network(width).items()}
+    sparse = _within("experts.", experts) | _within("shared_expert.", network(shared))
+    sparse |= {"gate.weight": (number, dim), "shared_expert_gate.weight": (1, dim)}
+    shapes = {f"{prefix}embed_tokens.weight": (260, dim), f"{prefix}norm.weight": (dim,), "lm_head.weight": (260, dim)}
+    for n, mixer in enumerate(mixers):
+        around = {"input_layernorm.weight": (dim,), "post_attention_layernorm.weight": (dim,)}
+        mlp = _within("mlp.", network(wide) if n in dense else sparse)
+        shapes |= _within(f"{prefix}layers.{n}.", mixer | around | mlp)
+    return shapes
+
+
+_EXPERTS = {
+    "hidden_size": 12, "vocab_size": 260, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"],
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 3, "linear_value_head_dim": 6, "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
+    "shared_expert_intermediate_size": 5, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.34},
+}  # fmt: skip
 _ATTENTION = {"hidden_size": 12, "vocab_size": 260, "num_attention_heads": 4, "num_key_value_heads": 2}
 _MAMBA_PART = {"mamba_n_heads": 4, "mamba_d_head": 6, "mamba_d_state": 3, "mamba_n_groups": 2}
 
@@ -90,6 +134,25 @@ HYBRIDS = {
          "position_embedding_type": "nope", "embedding_multiplier": 12, "logits_scaling": 3, "residual_multiplier": 0.22,
          "attention_multiplier": 0.3},
         _granite(),
+    ),
+    "granitemoehybrid with experts": (
+        {"model_type": "granitemoehybrid", **_ATTENTION, **_MAMBA_PART, "num_hidden_layers": 2, "tie_word_embeddings": True,
+         "layer_types": ["linear_attention", "full_attention"], "num_local_experts": 3, "num_experts_per_tok": 2,
+         "intermediate_size": 8, "shared_intermediate_size": 20, "output_router_logits": False, "router_aux_loss_coef": 0.001},
+        _granite_experts(),
+    ),
+    "qwen3_next": (
+        {"model_type": "qwen3_next", **_EXPERTS, "intermediate_size": 20, "mlp_only_layers": [0], "decoder_sparse_step": 1,
+         "norm_topk_prob": True},
+        _qwen_experts({"in_proj_qkvz.weight": (60, 12), "in_proj_ba.weight": (8, 12)}, dense=(0,)),
+    ),
+    "qwen3_5_moe with joined experts": (
+        {"model_type": "qwen3_5_moe", "text_config": {"model_type": "qwen3_5_moe_text", **_EXPERTS}, "tie_word_embeddings": False},
+        _qwen_experts(
+            {"in_proj_qkv.weight": (36, 12), "in_proj_z.weight": (24, 12), "in_proj_b.weight": (4, 12),
+             "in_proj_a.weight": (4, 12)},
+            "model.language_model.", joined=True,
+        ),
     ),
     "bamba": (
         {"model_type": "bamba", **_ATTENTION, "num_attention_heads": 3, "num_key_value_heads": 1, **_MAMBA_PART,

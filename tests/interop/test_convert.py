@@ -36,7 +36,8 @@ def files(folder):
         if_slow("qwen3_5", "F32", 1), ("rwkv7", "BF16", 2), ("granitemoehybrid", "BF16", 2), ("bamba", "F32", 1),
         ("falcon_h1", "F16", 1), ("nemotron_h", "BF16", 2), ("lfm2", "F32", 1),
         ("kda", "BF16", 2), ("gated_deltaproduct", "F16", 1), if_slow("comba", "F32", 1), ("mesa_net", "BF16", 2),
-        ("falcon_mamba", "F32", 1), ("mamba3", "BF16", 2),
+        ("falcon_mamba", "F32", 1), ("mamba3", "BF16", 2), ("granitemoehybrid with experts", "BF16", 2), ("qwen3_next", "F32", 2),
+        ("qwen3_5_moe with joined experts", "BF16", 1),
     ],
 )  # fmt: skip
 def test_round_trip_is_exact(tmp_path, name, dtype, count):
@@ -94,6 +95,8 @@ def test_the_dtype_of_activations(tmp_path, name, dtype, said, expected):
             "olmo_hybrid",
             "rwkv7",
             "granitemoehybrid",
+            "granitemoehybrid with experts",
+            "qwen3_next",
             "bamba",
             "falcon_h1",
             "nemotron_h",
