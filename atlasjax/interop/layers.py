@@ -51,7 +51,7 @@ def expert_rows(names: Names, config: ModelConfig) -> list[Row]:
     """The experts of SwiGLU, each with tensors of its own. names: of their number, as {e}, and a projection's name."""
     row = functools.partial(Row, network="experts")
     found = []
-    for e in range(config.experts.number if config.has_experts else 0):
+    for e in range(config.experts.number):
         for part, name in enumerate(("gate", "up")):
             found.append(row(_numbered(names(name), e), "layers.mlp.wide", "m d -> d m", part=(e, ALL, part)))
         found.append(row(_numbered(names("down"), e), "layers.mlp.out", "d m -> m d", part=(e,)))

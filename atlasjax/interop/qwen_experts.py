@@ -1,6 +1,7 @@
 """Qwen3.5-MoE and Qwen3-Next as transformers writes them: Gated DeltaNet and gated attention, with experts in most layers."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 
 from atlasjax.interop.family import Family, Fields, Sizes
@@ -35,14 +36,16 @@ _JOINED = r"\.mlp\.experts\.gate_up_proj$"  # of files whose experts are in two 
 
 def _network_rows(config: ModelConfig) -> list[Row]:
     """Dense networks; experts with their router, and the network that all tokens go to with its gate."""
+    dense = [] if config.network == "none" else mlp_rows(in_layer)
+    if not config.has_experts:
+        return dense
+    row = functools.partial(Row, network="experts")
     return [
-        *mlp_rows(in_layer),
+        *dense,
         *mlp_rows(in_layer, "mlp.shared_expert", "mlp.shared", "experts"),
         *expert_rows(lambda name: in_layer(f"mlp.experts.{{e}}.{name}_proj.weight"), config),
-        Row(in_layer("mlp.gate.weight"), "layers.mlp.router.kernel", "e d -> d e", network="experts"),
-        Row(
-            in_layer("mlp.shared_expert_gate.weight"), "layers.mlp.shared_gate.kernel", "o d -> d o", network="experts"
-        ),
+        row(in_layer("mlp.gate.weight"), "layers.mlp.router.kernel", "e d -> d e"),
+        row(in_layer("mlp.shared_expert_gate.weight"), "layers.mlp.shared_gate.kernel", "o d -> d o"),
     ]
 
 

@@ -1,11 +1,14 @@
 """Tables of public weights."""
 
+import collections
+import re
 from typing import Any
 
 import jax
 
 from atlasjax import interop, memory
 from atlasjax.interop.family import Sizes
+from atlasjax.interop.table import Row
 from atlasjax.memory.backends import backend_of
 from atlasjax.nn import ModelConfig
 from atlasjax.nn.mixers import MIXERS, memory_calls
@@ -54,6 +57,12 @@ PUBLIC: tuple[tuple[str, str, dict[str, Any]], ...] = (
             "dtype": "bfloat16",
         },
     ),
+    (
+        "Qwen3-Next",
+        "qwen3_next",
+        {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "mlp_only_layers": [0]},
+    ),
+    ("Qwen3.5 with experts", "qwen3_5_moe", {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}),
     ("OLMo-Hybrid (7B)", "olmo_hybrid", {}),
     ("RWKV-7", "rwkv7", {"hidden_size": 2048, "head_dim": 64}),
     (
@@ -63,6 +72,16 @@ PUBLIC: tuple[tuple[str, str, dict[str, Any]], ...] = (
             "hidden_size": 768, "num_attention_heads": 12, "num_key_value_heads": 4, "num_hidden_layers": 2, "num_local_experts": 0,
             "layer_types": ["linear_attention", "full_attention"], "mamba_n_heads": 48, "mamba_d_state": 128,
             "shared_intermediate_size": 2048, "tie_word_embeddings": True,
+        },
+    ),
+    (
+        "Granite 4.0 with experts",
+        "granitemoehybrid",
+        {
+            "hidden_size": 1536, "num_attention_heads": 12, "num_key_value_heads": 4, "num_hidden_layers": 2,
+            "layer_types": ["linear_attention", "full_attention"], "mamba_n_heads": 48, "mamba_d_state": 128,
+            "num_local_experts": 64, "num_experts_per_tok": 6, "intermediate_size": 512,
+            "shared_intermediate_size": 1024, "tie_word_embeddings": True,
         },
     ),
     (
@@ -86,6 +105,15 @@ PUBLIC: tuple[tuple[str, str, dict[str, Any]], ...] = (
 )  # fmt: skip
 
 
+_MOST = 4  # rows of one tensor that are all shown
+
+
+def _same(row: Row) -> str:
+    """The tensors of a row, equal for all experts of a layer."""
+    names = row.peer if isinstance(row.peer, str) else row.peer[0]
+    return re.sub(r"\.experts\.\d+\.", ".experts.", names)
+
+
 def weights_tensors() -> str:
     """Which tensor of a family is which parameter."""
     lines = []
@@ -93,27 +121,35 @@ def weights_tensors() -> str:
     for title, name, config in PUBLIC:
         family = families[name]
         model = family.to_ours(config, Sizes())
-        for row in family.rows(model):
+        table_rows = family.rows(model)
+        counts, shown = collections.Counter(map(_same, table_rows)), collections.Counter[str]()
+        for row in table_rows:
             names = (row.peer,) if isinstance(row.peer, str) else row.peer
+            shown[_same(row)] += 1
+            if counts[_same(row)] > _MOST and shown[_same(row)] > 2:  # one for each expert or each head
+                continue
+            more = ", …" if counts[_same(row)] > _MOST and shown[_same(row)] == 2 else ""
             names = [name for name in names if not name.startswith("model.language_model.")]  # the page says it once
             part = "" if row.rows is None else f"[{row.rows[0]}:{row.rows[1]}]"
             tensor = " or ".join(f"`{name.format(n='N')}{part}`" for name in names)
             tensor += f", N ≥ {row.first}" if row.first else ""
             in_all = row.mixers is None or set(model.pattern) <= set(row.mixers)
             tensor += "" if in_all else f", layers with {' or '.join(row.mixers)}"
+            dense = {"swiglu": "a dense network"}.get(row.network, row.network)
+            tensor += "" if row.network is None or {*model.ffns} == {row.network} else f", layers with {dense}"
             index = ", ".join("…" if i is ... else _slice(i) for i in row.part)
             ours = f"`{row.ours}{f'[{index}]' if index else ''}`" + (" again" if row.copy else "")
-            lines.append((title, tensor, ours, f"`{row.pattern}`"))
+            lines.append((title, tensor + more, ours, f"`{row.pattern}`"))
             title = ""
     return table(("family", "tensor", "parameter", "axes"), lines)
 
 
-# Families whose layers have presets here: the family's name → the preset's, without a size.
+# Families whose layers have presets here: the family's title or name → the preset's, without a size.
 _PRESETS = {
     "mamba2": "mamba2", "mamba": "mamba", "gated_deltanet": "gated-deltanet", "delta_net": "deltanet", "gla": "gla",
     "qwen3_5": "qwen3.5", "rwkv7": "rwkv7", "granitemoehybrid": "granite-h", "falcon_h1": "falcon-h1", "nemotron_h": "nemotron-h",
     "lfm2": "lfm2", "kda": "kda", "gated_deltaproduct": "gated-deltaproduct", "comba": "comba", "mesa_net": "mesa",
-    "mamba3": "mamba3",
+    "mamba3": "mamba3", "qwen3_next": "qwen3-next", "Granite 4.0 with experts": "granite-h-experts",
 }  # fmt: skip
 
 
@@ -124,7 +160,8 @@ def weights_families() -> str:
     lines = []
     for title, name, config in PUBLIC:
         model = families[name].to_ours(config, Sizes())
-        planned = [size for size in ALL_SIZES if f"{_PRESETS.get(name)}-{size}" in plans]
+        preset = _PRESETS.get(title) or _PRESETS.get(name)
+        planned = [size for size in ALL_SIZES if f"{preset}-{size}" in plans]
         added = "memory, window" + (
             ", caching" if any(getattr(MIXERS[x], "takes_caching", False) for x in model.mixers) else ""
         )
