@@ -19,12 +19,22 @@ pytestmark = pytest.mark.usefixtures("compile_fast")
 
 ADDED = {
     "titans": lambda model: {
-        "branch": BranchConfig("memory", memory=MemoryConfig("titans", chunk_size=4), num_heads=2, head_dim=4)
+        "branch": BranchConfig(
+            "memory", memory=MemoryConfig("titans", chunk_size=4), num_heads=2, head_dim=4, value_expansion=1
+        )
     },
     "window": lambda model: {"branch": BranchConfig("swa", attention=AttentionConfig(4), num_heads=2, head_dim=4)},
     "grm": lambda model: {"caching": CachingConfig.added("grm", 4)},
 }
-FAMILIES = ("granitemoehybrid", "falcon_h1", "nemotron_h", "lfm2", "bamba")
+FAMILIES = (
+    "granitemoehybrid",
+    "falcon_h1",
+    "nemotron_h",
+    "lfm2",
+    "bamba",
+    "granitemoehybrid with experts",
+    "qwen3_next",
+)
 # LFM2's recurrences have no matrix to cache.
 CASES = [(name, what) for name in FAMILIES for what in ADDED if (name, what) != ("lfm2", "grm")]
 BY_DEFAULT = {("falcon_h1", "titans"), ("nemotron_h", "grm"), ("lfm2", "window")}
