@@ -127,6 +127,7 @@ MEMORY_MAY_IMPORT = {
     "log_linear": _SHARED | {"caching", "wrapped"},
     "hierarchical": _SHARED | {"axes", "caching", "fast_weights", "wrapped"},
     "wrapped": {"family", "gates", "rule", "tokens"},
+    "normalized": _SHARED | {"axes", "fast_weights"},
     "saved": {"call_checks", "check", "rule"},
     "tuned": set(),
     "backends": {"fast_weights", "gates", "rule", "tokens", "tuned"},  # the types of what kernels are asked

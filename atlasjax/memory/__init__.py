@@ -19,6 +19,7 @@ from atlasjax.memory.hierarchical import HierarchicalParams, HierarchicalRule, H
 from atlasjax.memory.large_chunk import LargeChunkRule, LargeChunkState
 from atlasjax.memory.log_linear import LogLinearRule, LogLinearState
 from atlasjax.memory.mesa import MesaParams, MesaRule, MesaState
+from atlasjax.memory.normalized import NormalizedRule
 from atlasjax.memory.partition import Partition
 from atlasjax.memory.rule import Rule
 from atlasjax.memory.saved import load, save
@@ -49,6 +50,7 @@ __all__ = [
     "MesaParams",
     "MesaRule",
     "MesaState",
+    "NormalizedRule",
     "Partition",
     "Rule",
     "SoftmaxParams",

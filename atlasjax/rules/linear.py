@@ -1,8 +1,10 @@
 """Linear attention: rules of the dot-product loss whose memory is a matrix."""
 
+from dataclasses import replace
+
 from atlasjax import check
+from atlasjax.memory import NormalizedRule, objectives, optimizers, retention, structures
 from atlasjax.memory import features as features_lib
-from atlasjax.memory import objectives, optimizers, retention, structures
 from atlasjax.memory.fast_weights.rule import MemoryRule
 from atlasjax.rules.registry import register
 
@@ -14,6 +16,18 @@ def linear_attention(chunk_size: int = 64) -> MemoryRule:
         structures.Matrix(), objectives.DotProduct(), optimizer=optimizers.GradientDescent(), retention=retention.Full(),
         chunk_size=chunk_size,
     )  # fmt: skip
+
+
+def normalized_linear_attention(
+    chunk_size: int = 64, features: features_lib.Features = features_lib.EluPlusOne(), eps: float = 1e-6
+) -> NormalizedRule:
+    """y_t = Σ_i η_i (φ(q_t)·φ(k_i)) v_i / Σ_i η_i φ(q_t)·φ(k_i) (Katharopoulos et al. 2020; A Eq. 2, M Eq. 2; η = 1).
+
+    features, eps: see `memory.NormalizedRule`. PolySketchFormer's: `features.Homogeneous(p)` with an even degree p.
+
+    In a model: MemoryConfig(rule="atlasjax.rules:normalized_linear_attention"). With a decay: a NormalizedRule around `retnet`.
+    """
+    return NormalizedRule(replace(linear_attention(chunk_size), features=features), eps)
 
 
 @register("W_t = α W_{t−1} + η v kᵀ")

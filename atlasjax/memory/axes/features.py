@@ -24,10 +24,12 @@ class Features(Axis):
 
     Attributes:
       is_identity: claim: φ(x) = x.
+      is_positive: claim: φ(q)·φ(k) ≥ 0 for all q and k, as `NormalizedRule` requires.
     """
 
-    claims: ClassVar = {"is_identity": False}
+    claims: ClassVar = {"is_identity": False, "is_positive": False}
     is_identity: bool
+    is_positive: bool
 
     def dim(self, key_dim: int) -> int:
         """D, the size of φ(x), for every key_dim ≥ 1: the size of a key is found from D."""
@@ -118,6 +120,51 @@ class Identity(Features):
 
     def summary(self) -> str:
         return "D = d"
+
+
+@dataclasses.dataclass(frozen=True)
+class EluPlusOne(Features):
+    """φ(x) = elu(x) + 1: x + 1 for x > 0 and exp(x) below, positive in every channel (Katharopoulos et al. 2020). D = key_dim."""
+
+    is_positive = True
+
+    def dim(self, key_dim: int) -> int:
+        return key_dim
+
+    def apply(self, coefficients: jax.Array | None, x: jax.Array) -> jax.Array:
+        return jax.nn.elu(x) + 1
+
+    def summary(self) -> str:
+        return "D = d"
+
+
+@dataclasses.dataclass(frozen=True)
+class Homogeneous(Features):
+    """All monomials of total degree `degree` alone, in lexicographic order: φ(q)·φ(k) = (q·k)^degree, exactly (A Table 1,
+    PolySketchFormer). Nothing is learned. D = C(key_dim + degree − 1, degree)."""
+
+    degree: int = 2
+
+    def __post_init__(self) -> None:
+        check.integers(self, {"degree": 1})
+
+    @property
+    def is_positive(self) -> bool:  # type: ignore[override]
+        return self.degree % 2 == 0
+
+    def dim(self, key_dim: int) -> int:
+        return math.comb(key_dim + self.degree - 1, self.degree)
+
+    def apply(self, coefficients: jax.Array | None, x: jax.Array) -> jax.Array:
+        index, weight = _monomials(x.shape[-1], self.degree)
+        block = math.prod((x[..., index[:, j]] for j in range(1, self.degree)), start=x[..., index[:, 0]])
+        return jnp.asarray(weight, x.dtype) * block
+
+    def square_norm(self, key_dim: int) -> float:
+        return 1.0
+
+    def summary(self) -> str:
+        return f"D = C(d + {self.degree - 1}, {self.degree})"
 
 
 @dataclasses.dataclass(frozen=True)
