@@ -121,8 +121,14 @@ class MemoryByToken:
         q, k, v = jax.nn.silu(mixed).reshape(3, HEADS, HEAD)
         q, k = (z / jnp.sqrt(jnp.sum(z * z, axis=-1, keepdims=True) + 1e-6) for z in (q, k))
         gates = self.heads.gates(x[None])
+        return self.step(q, k, v, gates)
+
+    def step(self, q, k, v, gates):
         y, self.state = memory.step(self.heads.rule, self.params, self.state, q[None], k[None], v[None], gates)
         return y[0]
+
+    def read(self, state, q, u):
+        return memory.read(self.heads.rule, self.params, state, q[None, None], u)[0, 0]
 
 
 def rms(x, scale):
@@ -159,7 +165,7 @@ def mac(mixer, x):
         q = jax.nn.silu(sum(c * z for c, z in zip(mixer.conv.kernel[...], past[-3:], strict=True))).reshape(HEADS, HEAD)
         q = q / jnp.sqrt(jnp.sum(q * q, axis=-1, keepdims=True) + 1e-6)
         u = None if mixer.connector is None else jnp.einsum("e,ehc->hc", token, mixer.connector.kernel[...])[None, None]
-        h = memory.read(m.heads.rule, m.params, start, q[None, None], u)[0, 0]
+        h = m.read(start, q, u)
         retrieved = rms(h, mixer.retrieved_norm.scale[...]).reshape(-1) @ mixer.retrieved.kernel[...]
         for z in (token, retrieved):
             _, k, v = (z[0, 0] for z in mixer.attention.project(z[None, None]))
