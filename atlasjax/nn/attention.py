@@ -1,31 +1,50 @@
 """Softmax attention as a layer: over all tokens (Transformer++) or over a sliding window."""
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from atlasjax.memory.layerwise import put_layer, take_layer
 from atlasjax.mixers import attention
 from atlasjax.mixers.rotary import rotate
 from atlasjax.nn.attention_config import AttentionSizes
 from atlasjax.nn.config import AttentionConfig, ModelConfig
-from atlasjax.nn.layers import Linear, RMSNorm, scaled
+from atlasjax.nn.layers import CausalConv, Linear, RMSNorm, scaled
 from atlasjax.nn.module import Module
 from atlasjax.nn.parameters import normal, param
 from atlasjax.nn.partition import mesh_partition
 
 
+class ConvolvedCache(NamedTuple):
+    """The streaming state of an attention with a short convolution.
+
+    Attributes:
+      conv: the last conv_width − 1 queries, keys and values before it, [batch, conv_width − 1, kv_heads, channels], in the model's
+        dtype.
+      cache: the keys and values after it.
+    """
+
+    conv: jax.Array
+    cache: attention.KVCache | attention.WindowCache
+
+    @property
+    def heads_axis(self) -> int:  # of its arrays, for `distributed.cache_shardings`
+        return 2
+
+
 class AttentionHeads(Module):
     """Attention up to the heads' outputs, without the output projection. Used by the mixers below and by hybrids.
 
-        q, k, v, z = x W (+ b);  q, k = RMSNorm(q), RMSNorm(k)      the norms and z only if the config has them
+        q, k, v, z = x W (+ b);  q, k, v = conv(q, k, v);  q, k = RMSNorm(q), RMSNorm(k)      conv, norms and z only if the config
+                                                                                              has them
         y = `mixers.attention.attention`(q, k, v) (⊙ σ(z)),         RoPE on q and k
 
     Args:
       config: dim, dtype, norm_eps, norm (of which only "rms_plus_one" matters), attention (its sizes, rope_theta, rope_dim,
-        persistent_tokens, bias, qk_norm, scale, gate) and, where it has no sizes of its own, num_heads, head_dim and
+        persistent_tokens, bias, qk_norm, scale, gate, conv_width) and, where it has no sizes of its own, num_heads, head_dim and
         value_expansion.
       window: a token sees itself and the window − 1 tokens before it. None: itself and all tokens before it.
       rngs: source of the initial values.
@@ -48,6 +67,9 @@ class AttentionHeads(Module):
         self.query_dim = self.key_dim + (self.value_dim if given.gate else 0)
         shape = (config.dim, self.kv_heads, self.groups * self.query_dim + self.key_dim + self.value_dim)
         self.inputs = Linear(shape, ("embed", "heads", None), bias=given.bias, rngs=rngs)
+        channels = self.kv_heads, (self.groups + 1) * self.key_dim + self.value_dim
+        width = given.conv_width
+        self.conv = None if width is None else CausalConv(width, channels, ("heads", None), rngs=rngs)
         self.q_norm, self.k_norm = (_qk_norm(config, heads) for heads in (self.heads, self.kv_heads))
         size = (given.persistent_tokens, self.kv_heads)
         learned = lambda dim: param(normal(rngs, (*size, dim), 1.0), None, "heads", None) if size[0] else None
@@ -56,18 +78,27 @@ class AttentionHeads(Module):
     def project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """[batch, time, dim] → q: [batch, time, heads, key_dim], k: [batch, time, kv_heads, key_dim], v: [batch, time, kv_heads,
         value_dim]."""
-        return self._project(x)[:3]
+        return self._project(x, None)[:3]
 
-    def _project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-        """`project`, and the gate's logits [batch, time, heads, value_dim], or None without a gate."""
+    def _project(
+        self, x: jax.Array, conv_state: jax.Array | None, segment_ids: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
+        """`project`; the gate's logits [batch, time, heads, value_dim], or None without a gate; the convolution's next state."""
         queries = self.groups * self.query_dim
         q, k, v = jnp.split(self.inputs(x), (queries, queries + self.key_dim), axis=-1)
         q, z = q.reshape(*x.shape[:2], self.heads, self.query_dim), None
         if self.has_gate:
             q, z = jnp.split(q, (self.key_dim,), axis=-1)
+        if self.conv is not None:
+            state = self.conv.init_state(x.shape[0], x.dtype) if conv_state is None else conv_state
+            mixed = jnp.concatenate([q.reshape(*k.shape[:3], -1), k, v], axis=-1)
+            mixed, conv_state = self.conv(mixed, state, segment_ids)
+            width = self.groups * self.key_dim
+            found, k, v = jnp.split(mixed.astype(x.dtype), (width, width + self.key_dim), axis=-1)
+            q = found.reshape(q.shape)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = _normalized(self.q_norm, q), _normalized(self.k_norm, k)
-        return scaled(q, self.query_factor), k, v, z
+        return scaled(q, self.query_factor), k, v, z, conv_state
 
     def rotate(self, x: jax.Array, position: jax.Array) -> jax.Array:
         """Queries or keys [batch, time, …] rotated by their position [batch, time]."""
@@ -81,7 +112,7 @@ class AttentionHeads(Module):
 
     def __call__(self, x: jax.Array, segment_ids: jax.Array | None = None) -> jax.Array:
         """Whole sequences: [batch, time, dim] → [batch, time, heads, value_dim]."""
-        q, k, v, z = self._project(x)
+        q, k, v, z, _ = self._project(x, None, segment_ids)
         return _gated(self.attend(q, k, v, segment_ids), z)
 
     def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None = None) -> jax.Array:
@@ -91,12 +122,19 @@ class AttentionHeads(Module):
             segment_ids=segment_ids, fused=self.fused, partition=mesh_partition(q.shape[0], self.kv_heads, q.shape[1]),
         )  # fmt: skip
 
-    def init_state(self, batch_size: int, max_length: int | None = None) -> attention.KVCache | attention.WindowCache:
+    def init_state(
+        self, batch_size: int, max_length: int | None = None
+    ) -> attention.KVCache | attention.WindowCache | ConvolvedCache:
         """An empty cache for `max_length` tokens, or for the window.
 
         Raises:
           ValueError: max_length is None and there is no window.
         """
+        cache = self.init_cache(batch_size, max_length)
+        return cache if self.conv is None else ConvolvedCache(self.conv.init_state(batch_size, self.dtype), cache)
+
+    def init_cache(self, batch_size: int, max_length: int | None = None) -> attention.KVCache | attention.WindowCache:
+        """`init_state` without the convolution's."""
         sizes = (self.kv_heads, self.key_dim, self.value_dim, self.dtype)
         if self.window is not None:
             return attention.init_window(batch_size, self.window, *sizes)
@@ -109,9 +147,13 @@ class AttentionHeads(Module):
 
     def extend(self, x: jax.Array, state: Any, layer: jax.Array | None = None) -> tuple[jax.Array, Any]:
         """Like `__call__`, for the next piece of a sequence. Also returns the next cache. layer: see `mixers.attention.extend`."""
-        q, k, v, z = self._project(x)
-        y, state = self.attend_from(q, k, v, state, layer)
-        return _gated(y, z), state
+        if self.conv is None:
+            q, k, v, z, _ = self._project(x, None)
+            y, state = self.attend_from(q, k, v, state, layer)
+            return _gated(y, z), state
+        q, k, v, z, conv = self._project(x, take_layer(state.conv, layer))
+        y, cache = self.attend_from(q, k, v, state.cache, layer)
+        return _gated(y, z), ConvolvedCache(put_layer(state.conv, conv, layer, y), cache)
 
     def attend_from(
         self, q: jax.Array, k: jax.Array, v: jax.Array, state: Any, layer: jax.Array | None = None
@@ -185,7 +227,9 @@ class AttentionMixer(Module):
         """Whole sequences: [batch, time, dim] → [batch, time, dim]. `max_segments` has no effect."""
         return self._output(self.attention(x, segment_ids))
 
-    def init_state(self, batch_size: int, max_length: int | None = None) -> attention.KVCache | attention.WindowCache:
+    def init_state(
+        self, batch_size: int, max_length: int | None = None
+    ) -> attention.KVCache | attention.WindowCache | ConvolvedCache:
         """An empty cache. See `AttentionHeads.init_state`."""
         return self.attention.init_state(batch_size, max_length)
 
@@ -219,12 +263,12 @@ def required_window(config: ModelConfig, mixer: str) -> int:
     return config.attention.window
 
 
-_OF_HEADS = ("num_heads", "kv_heads", "head_dim", "value_dim", "scale", "gate")
+_OF_HEADS = ("num_heads", "kv_heads", "head_dim", "value_dim", "scale", "gate", "conv_width")
 
 
 def require_shared_heads(config: ModelConfig, mixer: str) -> None:
     """Raises ValueError if the attention has a gate, or sizes of its own: that of a hybrid has the heads of the memory."""
-    _require_defaults(config, mixer, _OF_HEADS, "the attention has the heads of the memory")
+    _require_defaults(config, mixer, _OF_HEADS, "the attention has the heads of the memory, and no convolution")
 
 
 def require_plain_attention(config: ModelConfig, mixer: str) -> None:

@@ -31,6 +31,8 @@ class AttentionConfig:
       scale: factor of the scores qᵀk, > 0, only for "attention" and "swa". None: 1 / √head_dim.
       gate: whether the heads' outputs are multiplied by σ(x W_g), a gate per channel (Qiu et al. 2025), only for "attention" and
         "swa".
+      conv_width: taps of a depthwise causal convolution of queries, keys and values, before their norm and rotation (A §5.1: 4; no
+        nonlinearity), ≥ 1, only for "attention" and "swa". None: no convolution.
       fused: whether attention may run in a kernel of the platform, where that serves it: splash attention on TPUs, cuDNN on GPUs.
         Off by default, for it has not been measured on either.
 
@@ -52,10 +54,11 @@ class AttentionConfig:
     value_dim: int | None = None
     scale: float | None = None
     gate: bool = False
+    conv_width: int | None = None
     fused: bool = False
 
     def __post_init__(self) -> None:
-        optional = ("window", "rope_dim", "num_heads", "kv_heads", "head_dim", "value_dim")
+        optional = ("window", "rope_dim", "num_heads", "kv_heads", "head_dim", "value_dim", "conv_width")
         check.integers(self, {**dict.fromkeys(optional, 1), "persistent_tokens": 0, "segment_size": 1}, optional)
         check.number("AttentionConfig", "rope_theta", self.rope_theta, above=0, optional=True)
         check.number("AttentionConfig", "scale", self.scale, above=0, optional=True)

@@ -183,7 +183,7 @@ class LaCTMixer(Module):
     def init_state(self, batch_size: int, max_length: int | None = None) -> LaCTState:
         """The state before the first token. `max_length` has no effect."""
         fresh = memory.init_state(self.memory.rule, self.memory.start(), batch_size=batch_size)
-        return LaCTState(fresh, self.attention.init_state(batch_size))
+        return LaCTState(fresh, self.attention.init_cache(batch_size))
 
     def extend(self, x: jax.Array, state: LaCTState) -> tuple[jax.Array, LaCTState]:
         """The output for the next piece of a sequence (time ≥ 1) and the next state."""

@@ -87,7 +87,7 @@ class MAGMixer(Module):
 
     def init_state(self, batch_size: int, max_length: int | None = None) -> HybridState:
         """The state before the first token. `max_length`: see `memory.init_state`."""
-        return HybridState(self.memory.init_state(batch_size, max_length), self.attention.init_state(batch_size))
+        return HybridState(self.memory.init_state(batch_size, max_length), self.attention.init_cache(batch_size))
 
     def extend(self, x: jax.Array, state: HybridState) -> tuple[jax.Array, HybridState]:
         """The output for the next piece of a sequence (time ≥ 1) and the next state."""
