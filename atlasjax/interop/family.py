@@ -379,7 +379,7 @@ def _attention(config: ModelConfig) -> dict[str, object]:
     given = config.attention
     if not {"attention", "swa"} & set(config.mixers):
         return {}
-    names = ("rope_theta", "qk_norm", "gate", "bias", "persistent_tokens")
+    names = ("rope_theta", "qk_norm", "gate", "bias", "persistent_tokens", "conv_width")
     found = {f"attention.{name}": getattr(given, name) for name in names}
     if given.bias:
         found["attention.output_bias"] = given.output_bias
