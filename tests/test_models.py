@@ -27,7 +27,7 @@ from atlasjax.train.saving.checkpoint import Checkpoints
 from atlasjax.train.step import accumulated_gradients, jit_train_step
 from experiments.packing.models import VOCAB, small
 from tests.marks import some_slow
-from tests.nn.cases import BASELINES, BLOCK_MEMORIES, BLOCK_RECURRENCES, HYBRIDS
+from tests.nn.cases import BASELINES, BLOCK_MEMORIES, BLOCK_RECURRENCES, HYBRIDS, LATENT
 
 BATCH, TIME = 8, 48
 PIECE = 37  # of a stream; no multiple of a chunk or a window
@@ -276,7 +276,7 @@ def test_every_mixer_is_decoded_and_trained():
     mixers = lambda names: {
         part for name in names for x in np.atleast_1d(patterns[name]).tolist() for part in x.split("+")
     }
-    in_nn = {*BASELINES, *HYBRIDS, *BLOCK_RECURRENCES}
+    in_nn = {*BASELINES, *HYBRIDS, *LATENT, *BLOCK_RECURRENCES}
     assert mixers(MODELS) <= mixers(DECODED) | in_nn
     # Attention within blocks trains as the part of "elastic" that it is.
     assert mixers(MODELS) <= mixers(TRAINED) | in_nn | {*BLOCK_MEMORIES, "block_attention"}

@@ -23,6 +23,7 @@ from atlasjax.nn.hierarchy_config import HierarchyConfig
 from atlasjax.nn.inner_loop_config import InnerLoopConfig
 from atlasjax.nn.lact_config import LaCTConfig
 from atlasjax.nn.memory_config import MemoryConfig
+from atlasjax.nn.mla_config import MLAConfig
 from atlasjax.nn.model_sizes import ModelSizes
 from atlasjax.nn.multiplier_config import MultiplierConfig
 from atlasjax.nn.recurrent_config import (
@@ -53,6 +54,7 @@ __all__ = [
     "InnerLoopConfig",
     "KDAConfig",
     "LaCTConfig",
+    "MLAConfig",
     "Mamba3Config",
     "MelodiConfig",
     "MemorizingConfig",
@@ -74,6 +76,7 @@ MIXER_NAMES = {
     "mal": "atlasjax.nn.hybrids.mal:MALMixer",
     "attention": "atlasjax.nn.attention:AttentionMixer",
     "swa": "atlasjax.nn.attention:SlidingWindowMixer",
+    "mla": "atlasjax.nn.latent_attention:LatentAttentionMixer",
     "block_attention": "atlasjax.nn.elastic:BlockMixer",
     "elastic": "atlasjax.nn.elastic:ElasticMixer",
     "memorizing": "atlasjax.nn.baselines.memorizing:MemorizingMixer",
@@ -151,7 +154,7 @@ class ModelConfig(ModelSizes):
       ssm: sizes of the state space models.
       head_norm: the norm of the heads' outputs in the recurrent mixers with heads.
       gated_deltanet, gated_deltaproduct, kda, mamba3, mesa, rwkv7: the mixer of that name, and others that say so.
-      block_attention, elastic, memorizing, infini, melodi, block_recurrence, gam, lact: config of the mixer of that name.
+      block_attention, elastic, memorizing, infini, melodi, block_recurrence, gam, lact, mla: config of the mixer of that name.
       self_modifying: config of the mixer "self_modifying_titans".
       norm: norm of the residual stream: "rms"; "rms_plus_one", with 1 + scale in place of the scale; or "layer", with a bias. Norms
         inside mixers follow their papers.
@@ -190,6 +193,7 @@ class ModelConfig(ModelSizes):
     branch: BranchConfig | None = None
     inner_loop: InnerLoopConfig | None = None
     attention: AttentionConfig = AttentionConfig()
+    mla: MLAConfig = MLAConfig()
     multipliers: MultiplierConfig = MultiplierConfig()
     ssm: SSMConfig = SSMConfig()
     mamba3: Mamba3Config = Mamba3Config()

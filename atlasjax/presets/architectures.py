@@ -11,6 +11,7 @@ from atlasjax.nn.config import (
     GatedDeltaNetConfig,
     HeadNormConfig,
     Mamba3Config,
+    MLAConfig,
     SSMConfig,
 )
 
@@ -45,6 +46,7 @@ BASELINES: dict[str, dict[str, Any]] = {
     "gated-deltanet": {"mixer": "gated_deltanet", "value_expansion": 2},
     "momentum-deltanet": {"mixer": "momentum_deltanet", "value_expansion": 2},
     "gated-deltanet-h2": {"mixer": ("mamba2", "gated_deltanet", "swa")},
+    "kda": {"mixer": "kda"},
     "gated-deltaproduct": {"mixer": "gated_deltaproduct", "value_expansion": 2},
     "comba": {"mixer": "comba", "value_expansion": 2},
     "pgdn": {"mixer": "pgdn", "value_expansion": 2},
@@ -85,6 +87,7 @@ BASELINES: dict[str, dict[str, Any]] = {
         "conv_width": 3,
         "attention": AttentionConfig(qk_norm="head"),
     },
+    "kimi-linear": {"mixer": ("kda", "kda", "kda", "mla"), "mla": MLAConfig(rope_theta=None)},
     "lact": {"mixer": "lact", "attention": AttentionConfig(rope_theta=5e5, qk_norm="all")},
     "self-modifying-titans": {"mixer": "self_modifying_titans"},
     "hope": {"mixer": "self_modifying_titans", "inner_loop": (1, 2)},

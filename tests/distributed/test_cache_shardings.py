@@ -27,6 +27,8 @@ REPLICATED = {
     "FastWeights.gate_and_wide": "weights of a feed-forward network of each row",
     "FastWeights.out": "the same",
     "LayerState.mlp": "the last input of a feed-forward network",
+    "LatentCache.latents": "the latent from which all heads get their keys and values",
+    "LatentCache.position": "a number for each row",
     "RecurrentState.recurrence": "the state of Mamba, which has channels and no heads",
     "": "the last inputs of a convolution, which are GAM's whole state",
     "PositionedCache.layers": "the same, in a model with learned positions",

@@ -14,5 +14,6 @@ FORMULAS = {name: formula for file in _FILES for name, formula in file.FORMULAS.
 FORMS = {name: form for file in _FILES for name, form in file.FORMS.items()}
 BASELINES = list(FORMULAS)  # test_baselines
 HYBRIDS = ("attention", "swa", "mag", "mal", "mac")  # test_hybrids
+LATENT = ("mla",)  # test_latent_attention
 BLOCK_MEMORIES = ("memorizing", "infini")  # test_block_memories
 BLOCK_RECURRENCES = ("melodi", "block_recurrence")  # test_block_recurrent_baselines
