@@ -6,6 +6,7 @@ from atlasjax.interop import (
     falcon_h1,
     fla,
     fla_delta_rules,
+    kimi_linear,
     lfm2,
     mamba,
     mamba2_hybrids,
@@ -25,6 +26,7 @@ FAMILIES = (
     mamba2_hybrids.GRANITE, falcon_h1.FALCON_H1, nemotron_h.NEMOTRON_H, lfm2.LFM2, mamba2_hybrids.BAMBA,
     fla_delta_rules.KDA, fla_delta_rules.GATED_DELTAPRODUCT, fla_delta_rules.COMBA, fla_delta_rules.MESA_NET,
     mamba.FALCON_MAMBA, mamba3.MAMBA3, qwen_experts.QWEN3_NEXT, qwen_experts.QWEN3_5_MOE,
+    kimi_linear.KIMI_LINEAR,
 )  # fmt: skip
 """The families that can be imported and exported. A run that was not imported is exported as the first one that has its layers."""
 

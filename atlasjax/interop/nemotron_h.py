@@ -1,24 +1,27 @@
-"""Nemotron-H and Nemotron Nano 2 (dense) as transformers writes them: blocks of one mixer each, Mamba-2, attention or an MLP.
+"""Nemotron-H, Nemotron Nano 2 and Nemotron-3 Nano as transformers writes them: blocks of one mixer each, Mamba-2, attention, an MLP
+or experts.
 
-A block that is an MLP is here the feed-forward network of the layer before it.
+A block that is an MLP or has experts is here the feed-forward network of the layer before it.
 """
 
 import dataclasses
 from collections.abc import Mapping
 
+from atlasjax.interop.experts import expert_rows, network_numbers
 from atlasjax.interop.family import Family, Fields, Sizes, mixer_pattern
 from atlasjax.interop.layers import MAMBA2_MATTERS, attention_rows, head_row, mamba2_rows, of_type
 from atlasjax.interop.table import Row
-from atlasjax.nn import AttentionConfig, ModelConfig, SSMConfig
+from atlasjax.nn import AttentionConfig, ExpertsConfig, ModelConfig, SSMConfig
 from atlasjax.train.errors import ConfigError
 
 _NAME = "Nemotron-H"
 _MIXER_OF = {"mamba": "mamba2", "linear_attention": "mamba2", "attention": "attention", "full_attention": "attention"}
-_OF_LETTER = {"M": "linear_attention", "*": "full_attention", "-": "mlp"}
+_NETWORK_OF = {"mlp": "relu2", "moe": "experts"}
+_OF_LETTER = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 
 
 def _numbers(config: ModelConfig) -> tuple[tuple[int, ...], tuple[int | None, ...]]:
-    """The peer's numbers of the mixer and of the feed-forward network of each of our layers."""
+    """The peer's numbers of the mixer and of the feed-forward network, dense or of experts, of each of our layers."""
     mixers: list[int] = []
     networks: list[int | None] = []
     number = 0
@@ -40,31 +43,41 @@ def rows(config: ModelConfig) -> list[Row]:
         *attention_rows(in_mixer, config),
         Row(in_block("norm.weight"), "layers.mixer_norm.scale", "d -> d"),
     ]
-    of_network = [
-        Row(in_block("norm.weight"), "layers.mlp_norm.scale", "d -> d"),
+    dense = [
         Row(in_mixer("up_proj.weight"), "layers.mlp.wide.kernel", "m d -> d m"),
         Row(in_mixer("down_proj.weight"), "layers.mlp.out.kernel", "d m -> m d"),
     ]
+    experts = expert_rows(in_mixer, config, {"up": "up_proj", "down": "down_proj"}) if config.has_experts else []
+    numbered = [
+        ([Row(in_block("norm.weight"), "layers.mlp_norm.scale", "d -> d")], networks),
+        (dense, _those(networks, network_numbers(config, "relu2"))),
+        (experts, _those(networks, network_numbers(config, "experts"))),
+    ]
     return [
         *(dataclasses.replace(row, numbers=mixers) for row in found),
-        *(dataclasses.replace(row, numbers=networks) for row in of_network if any(networks)),
+        *(dataclasses.replace(row, numbers=numbers) for those, numbers in numbered for row in those),
         Row("backbone.embeddings.weight", "embedding", "v d -> v d"),
         Row("backbone.norm_f.weight", "norm.scale", "d -> d"),
         head_row(config),
     ]
 
 
+def _those(numbers: tuple[int | None, ...], layers: tuple[int | None, ...]) -> tuple[int | None, ...]:
+    """The numbers of these layers, None for the others."""
+    return tuple(None if layer is None else number for number, layer in zip(numbers, layers))
+
+
 def _blocks(fields: Fields) -> list[str]:
-    """The kinds of all blocks: `layers_block_type`, or `hybrid_override_pattern`, a string of M, * and - in older files."""
+    """The kinds of all blocks: `layers_block_type`, or `hybrid_override_pattern`, a string of M, *, - and E in older files."""
     pattern = fields.letters("hybrid_override_pattern", _OF_LETTER)
     old = None if pattern is None else [_OF_LETTER[letter] for letter in pattern]
-    kinds = (*_MIXER_OF, "mlp")
+    kinds = (*_MIXER_OF, *_NETWORK_OF)
     given = fields.strings("layers_block_type", None, kinds) or fields.strings("layer_types", None, kinds) or old
     if given is None:
         raise ConfigError(f"config.json of {_NAME}: layers_block_type is missing.")
     fields.require("num_hidden_layers", len(given))
     for before, kind in zip(["mlp", *given], given):
-        if before == kind == "mlp":
+        if before in _NETWORK_OF and kind in _NETWORK_OF:
             raise ConfigError(
                 f"config.json of {_NAME}: layers_block_type has an MLP that does not follow a mixer; it should follow Mamba-2 or "
                 "attention, whose feed-forward network it is here."
@@ -75,19 +88,33 @@ def _blocks(fields: Fields) -> list[str]:
 def _layers(blocks: list[str]) -> list[tuple[str, str]]:
     """(mixer, feed-forward network) of each of our layers."""
     return [
-        (_MIXER_OF[kind], "relu2" if after == "mlp" else "none")
+        (_MIXER_OF[kind], _NETWORK_OF.get(after, "none"))
         for kind, after in zip(blocks, [*blocks[1:], ""])
-        if kind != "mlp"
+        if kind not in _NETWORK_OF
     ]
 
 
-# Dropout, initial values, and the sizes of experts and of predictions of later tokens, of which these models have none.
+def _experts(fields: Fields) -> ExpertsConfig:
+    fields.fixed(moe_latent_size=None, n_shared_experts=1)
+    return ExpertsConfig(
+        number=fields.integer("n_routed_experts", 8), per_token=fields.integer("num_experts_per_tok", 2), network="relu2",
+        width=fields.integer("moe_intermediate_size", 7688), scores="sigmoid", correction_bias=True,
+        shared_width=fields.integer("moe_shared_expert_intermediate_size", 7688),
+        normalize=fields.boolean("norm_topk_prob", True), scale=fields.number("routed_scaling_factor", default=1.0),
+        groups=fields.integer("n_group", 1), top_groups=fields.integer("topk_group", 1),
+    )  # fmt: skip
+
+
+# Dropout, initial values, and the sizes of predictions of later tokens, of which these models have none.
 _NEUTRAL = (
-    "attention_dropout", "chunk_size", "hidden_dropout", "mamba_ssm_cache_dtype", "moe_intermediate_size", "moe_latent_size",
-    "moe_shared_expert_intermediate_size", "moe_shared_expert_overlap", "mtp_hybrid_override_pattern", "mtp_layers_block_type",
-    "n_group", "n_routed_experts", "n_shared_experts", "norm_topk_prob", "num_experts_per_tok", "num_logits_to_keep",
-    "output_router_logits", "rescale_prenorm_residual", "routed_scaling_factor", "time_step_floor", "time_step_limit",
-    "time_step_max", "time_step_rank", "topk_group", "use_mamba_kernels",
+    "attention_dropout", "chunk_size", "hidden_dropout", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap",
+    "mtp_hybrid_override_pattern", "mtp_layers_block_type", "num_logits_to_keep", "output_router_logits",
+    "rescale_prenorm_residual", "time_step_floor", "time_step_limit", "time_step_max", "time_step_rank", "use_mamba_kernels",
+)  # fmt: skip
+# Those of experts change nothing in a model without them.
+_NO_EXPERTS = (
+    "moe_intermediate_size", "moe_latent_size", "moe_shared_expert_intermediate_size", "n_group", "n_routed_experts",
+    "n_shared_experts", "norm_topk_prob", "num_experts_per_tok", "routed_scaling_factor", "topk_group",
 )  # fmt: skip
 
 
@@ -102,10 +129,12 @@ def _to_ours(given: Mapping[str, object], sizes: Sizes) -> ModelConfig:
     layers = _layers(_blocks(fields))
     pattern = mixer_pattern([f"{mixer} {network}" for mixer, network in layers])
     names = [name.split() for name in ((pattern,) if isinstance(pattern, str) else pattern)]
+    sparse = any(network == "experts" for _, network in layers)
     heads, size = fields.integer("num_attention_heads", 32), fields.integer("head_dim", 128)
     state_heads, state_size = fields.integer("mamba_num_heads", 128), fields.integer("mamba_head_dim", 64)
     config = ModelConfig(
         mixer=tuple(mixer for mixer, _ in names) if len(names) > 1 else names[0][0], ffn=tuple(network for _, network in names),
+        experts=_experts(fields) if sparse else ExpertsConfig(),
         num_layers=len(layers), num_heads=heads, head_dim=size, dim=fields.integer("hidden_size", 4096),
         vocab_size=fields.integer("vocab_size", 131072), conv_width=fields.integer("conv_kernel", 4),
         ssm=SSMConfig(
@@ -118,17 +147,26 @@ def _to_ours(given: Mapping[str, object], sizes: Sizes) -> ModelConfig:
         norm_eps=fields.number("layer_norm_epsilon", "norm_eps", default=1e-5), mlp_dim=fields.integer("intermediate_size", 21504),
         tie_embeddings=fields.boolean("tie_word_embeddings", False), dtype=fields.dtype(),
     )  # fmt: skip
-    fields.done((*_NEUTRAL, "expand", "norm_eps", "rope_theta", "partial_rotary_factor"))
+    known = (*_NEUTRAL, "expand", "norm_eps", "rope_theta", "partial_rotary_factor")
+    fields.done(known if sparse else (*known, *_NO_EXPERTS))
     return config
 
 
 def _to_peer(config: ModelConfig) -> dict[str, object]:
     sizes, kinds = config.attention_sizes, {"mamba2": "linear_attention", "attention": "full_attention"}
+    of_network = {network: kind for kind, network in _NETWORK_OF.items()}
     blocks: list[str] = []
     for n in range(config.num_layers):
         at = n % len(config.pattern)
-        blocks += [kinds[config.pattern[at]], *(["mlp"] if config.ffns[at] != "none" else [])]
+        blocks += [kinds[config.pattern[at]], *([of_network[config.ffns[at]]] if config.ffns[at] != "none" else [])]
+    given = config.experts
+    experts = {
+        "n_routed_experts": given.number, "num_experts_per_tok": given.per_token, "moe_intermediate_size": config.expert_width,
+        "moe_shared_expert_intermediate_size": given.shared_width, "n_shared_experts": 1, "norm_topk_prob": given.normalize,
+        "routed_scaling_factor": given.scale, "n_group": given.groups, "topk_group": given.top_groups,
+    }  # fmt: skip
     return {
+        **(experts if config.has_experts else {}),
         "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "layers_block_type": blocks,
         "hidden_size": config.dim, "num_hidden_layers": len(blocks), "vocab_size": config.vocab_size,
         "num_attention_heads": sizes.heads, "num_key_value_heads": sizes.kv_heads, "head_dim": sizes.key_dim,

@@ -49,7 +49,7 @@ def _network_rows(config: ModelConfig) -> list[Row]:
     ]
 
 
-def _joined(rows: list[Row]) -> list[Row]:
+def _joined(rows: list[Row], config: ModelConfig) -> list[Row]:
     """The table of files with two tensors for all experts of a layer."""
     others = [row for row in rows if row.ours not in ("layers.mlp.wide", "layers.mlp.out")]
     return others + joined_expert_rows(in_layer("mlp.experts.gate_up_proj"), in_layer("mlp.experts.down_proj"))

@@ -56,7 +56,7 @@ def rows(config: ModelConfig) -> list[Row]:
     ]
 
 
-def _joined_shifts(rows: list[Row]) -> list[Row]:
+def _joined_shifts(rows: list[Row], config: ModelConfig) -> list[Row]:
     """The table of older versions, which have the six shifts of a layer in one tensor."""
     others = [row for row in rows if row.ours != "layers.mixer.shift"]
     return [*others, Row(_ATTN + "x_x", "layers.mixer.shift", "s d -> s d")]

@@ -35,14 +35,12 @@ class LatentAttentionMixer(Module):
     undivided: ClassVar[str | None] = None  # see `mixers.check_divided`
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        given, size = config.mla, config.resolved_head_dim
-        self.heads = given.num_heads or config.num_heads
-        self.latent_dim, self.shared_dim = given.kv_lora_rank or 4 * size, given.qk_rope_head_dim or max(size // 2, 1)
+        given, sizes = config.mla, config.mla_sizes
+        self.heads, self.latent_dim, own, self.shared_dim, values = sizes
         if given.rope_theta is not None and self.shared_dim % 2:
             raise ValueError(
                 f"mixer 'mla': the shared key has {self.shared_dim} channels; give an even mla.qk_rope_head_dim."
             )
-        own, values = given.qk_nope_head_dim or size, given.v_head_dim or config.value_dim
         self.theta, self.dtype = given.rope_theta, jnp.dtype(config.dtype)
         rank, queries = given.q_lora_rank, (self.heads, own + self.shared_dim)
         self.q_down = None if rank is None else Linear((config.dim, rank), ("embed", "rank"), rngs=rngs)

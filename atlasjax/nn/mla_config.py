@@ -1,6 +1,7 @@
 """Config of multi-head latent attention."""
 
 import dataclasses
+from typing import NamedTuple
 
 from atlasjax import check
 
@@ -46,3 +47,14 @@ class MLAConfig:
         check.number("MLAConfig", "norm_eps", self.norm_eps, above=0)
         if self.rope_theta is not None and self.qk_rope_head_dim is not None and self.qk_rope_head_dim % 2:
             raise ValueError(f"MLAConfig: qk_rope_head_dim={self.qk_rope_head_dim} must be even for rotary positions.")
+
+
+class MLASizes(NamedTuple):
+    """Sizes of multi-head latent attention: heads, the latent (c), of a head's keys the channels of its own (n) and the shared ones
+    (r), and a head's values."""
+
+    heads: int
+    latent_dim: int
+    own_dim: int
+    shared_dim: int
+    value_dim: int

@@ -4,6 +4,7 @@ import dataclasses
 
 from atlasjax.nn.attention_config import AttentionConfig, AttentionSizes
 from atlasjax.nn.experts_config import ExpertsConfig
+from atlasjax.nn.mla_config import MLAConfig, MLASizes
 from atlasjax.nn.recurrent_config import GatedDeltaNetConfig, RWKV7Config, SSMConfig
 
 
@@ -20,6 +21,7 @@ class ModelSizes:
     block: str | tuple[str, ...]
     experts: ExpertsConfig
     attention: AttentionConfig
+    mla: MLAConfig
     ssm: SSMConfig
     gated_deltanet: GatedDeltaNetConfig
     rwkv7: RWKV7Config
@@ -105,6 +107,18 @@ class ModelSizes:
         size = self.resolved_head_dim if given.head_dim is None else given.head_dim
         value = self.value_expansion * size if given.value_dim is None else given.value_dim
         return AttentionSizes(heads, heads if given.kv_heads is None else given.kv_heads, size, value)
+
+    @property
+    def mla_sizes(self) -> MLASizes:
+        """Sizes of the mixer "mla"."""
+        given, size = self.mla, self.resolved_head_dim
+        return MLASizes(
+            given.num_heads or self.num_heads,
+            given.kv_lora_rank or 4 * size,
+            given.qk_nope_head_dim or size,
+            given.qk_rope_head_dim or max(size // 2, 1),
+            given.v_head_dim or self.value_dim,
+        )
 
     @property
     def resolved_mlp_dim(self) -> int:

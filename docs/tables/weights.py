@@ -95,6 +95,18 @@ PUBLIC: tuple[tuple[str, str, dict[str, Any]], ...] = (
         "nemotron_h",
         {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"], "num_hidden_layers": 4},
     ),
+    (
+        "Nemotron-3 Nano, one expert",
+        "nemotron_h",
+        {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe"], "num_hidden_layers": 4, "n_routed_experts": 1,
+         "num_experts_per_tok": 1, "hidden_size": 2688, "mamba_num_heads": 64, "num_key_value_heads": 2},
+    ),
+    (
+        "Kimi-Linear, one expert",
+        "kimi_linear",
+        {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2, "num_experts": 1,
+         "num_experts_per_token": 1},
+    ),
     ("LFM2", "lfm2", {"hidden_size": 1024, "num_attention_heads": 16, "full_attn_idxs": [2], "num_hidden_layers": 3}),
     ("Bamba", "bamba", {"attn_layer_indices": [1], "num_hidden_layers": 2, "intermediate_size": 14336}),
     ("KDA", "kda", {}),
@@ -150,6 +162,7 @@ _PRESETS = {
     "qwen3_5": "qwen3.5", "rwkv7": "rwkv7", "granitemoehybrid": "granite-h", "falcon_h1": "falcon-h1", "nemotron_h": "nemotron-h",
     "lfm2": "lfm2", "kda": "kda", "gated_deltaproduct": "gated-deltaproduct", "comba": "comba", "mesa_net": "mesa",
     "mamba3": "mamba3", "qwen3_next": "qwen3-next", "Granite 4.0 with experts": "granite-h-experts",
+    "kimi_linear": "kimi-linear",
 }  # fmt: skip
 
 

@@ -51,11 +51,17 @@ def _bamba(mixers, dim=12, wide=20, vocab=260):
     return layers | ends
 
 
-def _nemotron_h(dim=12, wide=20, vocab=260):
-    """Blocks of Mamba-2, an MLP, Mamba-2, attention and an MLP."""
+def _nemotron_h(dim=12, wide=20, vocab=260, experts=0):
+    """Blocks of Mamba-2, an MLP, Mamba-2, attention and an MLP. experts: the number of those that the last one has."""
     mamba, attention = _mamba2_parts(dim, 3, 4, 3, 3), _attention_parts(dim, 4, 2, 5)
     network = {"up_proj.weight": (wide, dim), "down_proj.weight": (dim, wide)}
-    blocks = [_within("mixer.", x) | {"norm.weight": (dim,)} for x in (mamba, network, mamba, attention, network)]
+    last = network
+    if experts:
+        last = {"gate.weight": (experts, dim), "gate.e_score_correction_bias": (experts,)}
+        last |= _within("shared_experts.", {"up_proj.weight": (9, dim), "down_proj.weight": (dim, 9)})
+        one = {"up_proj.weight": (8, dim), "down_proj.weight": (dim, 8)}
+        last |= {k: v for e in range(experts) for k, v in _within(f"experts.{e}.", one).items()}
+    blocks = [_within("mixer.", x) | {"norm.weight": (dim,)} for x in (mamba, network, mamba, attention, last)]
     layers = {k: v for n, block in enumerate(blocks) for k, v in _within(f"backbone.layers.{n}.", block).items()}
     return layers | {
         "backbone.embeddings.weight": (vocab, dim),
@@ -123,8 +129,62 @@ _EXPERTS = {
     "linear_key_head_dim": 3, "linear_value_head_dim": 6, "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
     "shared_expert_intermediate_size": 5, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.34},
 }  # fmt: skip
+
+
+def _kimi_linear(joined, dim=12, wide=20, vocab=260, rank=None):
+    """Kimi Delta Attention and a dense network; latent attention and experts; the same as first with experts.
+
+    joined: the tensors of transformers' module, which has one for three convolutions, and one for the projections of all experts.
+    rank: of the queries in latent attention.
+    """
+    heads, size, own, shared, value, latent, experts, width = 3, 4, 3, 2, 4, 5, 4, 8
+    inner = heads * size
+    gate = "forget_gate." if joined else ""
+    kda = _attention_parts(dim, heads, heads, size) | {
+        f"{gate}f_a_proj.weight": (size, dim), f"{gate}f_b_proj.weight": (inner, size), f"{gate}A_log": (1, 1, heads, 1),
+        f"{gate}dt_bias": (inner,), "b_proj.weight": (heads, dim), "g_a_proj.weight": (size, dim), "g_b_proj.weight": (inner, size),
+        "o_norm.weight": (size,),
+    }  # fmt: skip
+    kda |= {"conv1d.weight": (3 * inner, 1, 4)} if joined else {f"{x}_conv1d.weight": (inner, 1, 4) for x in "qkv"}
+    queries = 2 * (own + shared)
+    mla = {
+        "kv_a_proj_with_mqa.weight": (latent + shared, dim), "kv_a_layernorm.weight": (latent,),
+        "kv_b_proj.weight": (2 * (own + value), latent), "o_proj.weight": (dim, 2 * value),
+    }  # fmt: skip
+    mla |= {"q_proj.weight": (queries, dim)} if rank is None else {
+        "q_a_proj.weight": (rank, dim), "q_a_layernorm.weight": (rank,), "q_b_proj.weight": (queries, rank)
+    }  # fmt: skip
+    network = lambda width: {
+        f"{x}_proj.weight": (dim, width) if x == "down" else (width, dim) for x in ("gate", "up", "down")
+    }
+    moe = {"gate.weight": (experts, dim), "gate.e_score_correction_bias": (experts,)}
+    moe |= _within("shared_experts.", network(width))
+    if joined:
+        moe |= {"experts.gate_up_proj": (experts, 2 * width, dim), "experts.down_proj": (experts, dim, width)}
+    else:
+        one = {"w1.weight": (width, dim), "w3.weight": (width, dim), "w2.weight": (dim, width)}
+        moe |= {k: v for e in range(experts) for k, v in _within(f"experts.{e}.", one).items()}
+    sparse = _within("mlp." if joined else "block_sparse_moe.", moe)
+    norms = {"input_layernorm.weight": (dim,), "post_attention_layernorm.weight": (dim,)}
+    layers = [(kda, _within("mlp.", network(wide))), (mla, sparse), (kda, sparse)]
+    found = {"model.embed_tokens.weight": (vocab, dim), "model.norm.weight": (dim,), "lm_head.weight": (vocab, dim)}
+    for n, (mixer, rest) in enumerate(layers):
+        found |= _within(f"model.layers.{n}.", norms | _within("self_attn.", mixer) | rest)
+    return found
+
+
 _ATTENTION = {"hidden_size": 12, "vocab_size": 260, "num_attention_heads": 4, "num_key_value_heads": 2}
 _MAMBA_PART = {"mamba_n_heads": 4, "mamba_d_head": 6, "mamba_d_state": 3, "mamba_n_groups": 2}
+
+_KIMI = {
+    "model_type": "kimi_linear", "hidden_size": 12, "num_hidden_layers": 3, "vocab_size": 260, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "intermediate_size": 20, "kv_lora_rank": 5, "qk_nope_head_dim": 3, "qk_rope_head_dim": 2,
+    "v_head_dim": 4, "num_experts": 4, "num_experts_per_token": 2, "moe_intermediate_size": 8,
+}  # fmt: skip
+_NEMOTRON = {
+    "model_type": "nemotron_h", **_ATTENTION, "head_dim": 5, "mamba_num_heads": 3, "mamba_head_dim": 4, "ssm_state_size": 3,
+    "n_groups": 3, "intermediate_size": 20, "num_hidden_layers": 5,
+}  # fmt: skip
 
 # name → (config.json, tensor → shape)
 HYBRIDS = {
@@ -168,10 +228,25 @@ HYBRIDS = {
             2 * [_within("mamba.", _mamba2_parts(12, 3, 6, 1, 3, False)) | _within("self_attn.", _attention_parts(12, 4, 2, 4))]
         ),
     ),
-    "nemotron_h": (
-        {"model_type": "nemotron_h", **_ATTENTION, "head_dim": 5, "mamba_num_heads": 3, "mamba_head_dim": 4, "ssm_state_size": 3,
-         "n_groups": 3, "intermediate_size": 20, "hybrid_override_pattern": "M-M*-", "num_hidden_layers": 5},
-        _nemotron_h(),
+    "nemotron_h": ({**_NEMOTRON, "hybrid_override_pattern": "M-M*-"}, _nemotron_h()),
+    "nemotron_h with experts": (
+        {**_NEMOTRON, "hybrid_override_pattern": "M-M*E", "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
+         "moe_intermediate_size": 8, "moe_shared_expert_intermediate_size": 9, "routed_scaling_factor": 2.5, "n_group": 2},
+        _nemotron_h(experts=4),
+    ),
+    "kimi_linear": (
+        {**_KIMI, "head_dim": 72, "q_lora_rank": None, "mla_use_nope": True, "rope_scaling": None, "rope_theta": 10000.0,
+         "linear_attn_config": {"full_attn_layers": [2], "kda_layers": [1, 3], "head_dim": 4, "num_heads": 3,
+                                "short_conv_kernel_size": 4},
+         "first_k_dense_replace": 1, "moe_layer_freq": 1, "moe_renormalize": True, "moe_router_activation_func": "sigmoid",
+         "num_expert_group": 1, "topk_group": 1, "use_grouped_topk": True, "routed_scaling_factor": 2.446,
+         "num_shared_experts": 1, "num_nextn_predict_layers": 0, "model_max_length": 1048576},
+        _kimi_linear(False),
+    ),
+    "kimi_linear with joined tensors": (
+        {**_KIMI, "q_lora_rank": 6, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+         "linear_head_dim": 4, "linear_num_heads": 3, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+        _kimi_linear(True, rank=6),
     ),
     "lfm2": (
         {"model_type": "lfm2", **_ATTENTION, "num_attention_heads": 3, "num_key_value_heads": 1, "num_hidden_layers": 2,

@@ -13,6 +13,7 @@ import sys
 
 import numpy as np
 
+_ENDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 # name → (module of the classes, prefix of their names, config, batch, tokens to read, tokens to generate)
 MODELS = {
     "mamba2": (
@@ -257,6 +258,33 @@ MODELS = {
          "intermediate_size": 40, "mamba_num_heads": 6, "mamba_head_dim": 8, "ssm_state_size": 16, "n_groups": 2,
          "layers_block_type": ["linear_attention", "mlp", "linear_attention", "full_attention", "mlp"], "time_step_min": 1e-6},
         2, 131, 16,
+    ),
+    "nemotron_h, experts": (
+        "transformers", "NemotronH",
+        {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12, "vocab_size": 300,
+         "mamba_num_heads": 6, "mamba_head_dim": 8, "ssm_state_size": 16, "n_groups": 2, "n_routed_experts": 6,
+         "num_experts_per_tok": 2, "moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 24, "n_group": 2,
+         "topk_group": 1, "routed_scaling_factor": 2.5, "time_step_min": 1e-6, "intermediate_size": 40,
+         "layers_block_type": ["linear_attention", "moe", "linear_attention", "full_attention", "moe", "linear_attention", "mlp"]},
+        2, 67, 16,
+    ),
+    "kimi_linear, dense": (
+        "transformers", "KimiLinear",
+        {"hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 3, "num_key_value_heads": 3, "kv_lora_rank": 10,
+         "q_lora_rank": 7, "qk_nope_head_dim": 6, "qk_rope_head_dim": 3, "v_head_dim": 5, "linear_head_dim": 8,
+         "linear_num_heads": 2, "linear_conv_kernel_dim": 3, "vocab_size": 257, "intermediate_size": 40, "rms_norm_eps": 0.001,
+         "layer_types": ["full_attention", "linear_attention", "full_attention"], "mlp_layer_types": ["dense"] * 3,
+         **_ENDS},
+        3, 7, 16,
+    ),
+    "kimi_linear": (
+        "transformers", "KimiLinear",
+        {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 12,
+         "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "linear_head_dim": 8, "linear_num_heads": 3,
+         "num_local_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "n_shared_experts": 2, "n_group": 4,
+         "topk_group": 2, "vocab_size": 300, "intermediate_size": 40,
+         "layer_types": ["linear_attention", "full_attention", "linear_attention"], **_ENDS},
+        2, 67, 16,
     ),
     "lfm2": (
         "transformers", "Lfm2",

@@ -34,6 +34,7 @@ FAMILIES = (
     "bamba",
     "granitemoehybrid with experts",
     "qwen3_next",
+    "kimi_linear",
 )
 # LFM2's recurrences have no matrix to cache.
 CASES = [(name, what) for name in FAMILIES for what in ADDED if (name, what) != ("lfm2", "grm")]

@@ -26,6 +26,7 @@ def without(*names):
 
 CONV, HEAD = "backbone.layers.1.mixer.conv1d.weight", "lm_head.weight"
 QWEN = "model.language_model.layers."
+KIMI = "model.layers.1.block_sparse_moe"
 LAYERS = [f"model.layers.{n}.attn.q_proj.weight" for n in range(2)]
 TENSORS = [
     ("mamba2", without(CONV), ["mamba2", repr(CONV), "missing"]),
@@ -56,6 +57,14 @@ TENSORS = [
         lambda x: x.update({"model.layers.0.linear_attn.conv1d.weight": x["model.norm.weight"]}),
         ["no tensors 'model.layers.0.linear_attn.conv1d.weight'"],
     ),
+    ("kimi_linear", without(f"{KIMI}.experts.2.w3.weight"), [f"{KIMI}.experts.2.w3.weight'", "missing"]),
+    ("kimi_linear", without("model.layers.1.self_attn.kv_a_layernorm.weight"), ["kv_a_layernorm.weight'", "missing"]),
+    (
+        "kimi_linear",
+        lambda x: x.update({"model.layers.0.self_attn.A_log": x["model.layers.0.self_attn.A_log"].reshape(3)}),
+        ["A_log", "(3,), should be (1, 1, 3, 1)"],
+    ),
+    ("nemotron_h with experts", without("backbone.layers.4.mixer.gate.weight"), ["mixer.gate.weight'", "missing"]),
     ("gla", lambda x: x.update({HEAD: x[HEAD].astype(np.int32)}), [HEAD, "is I32", "F32, F16, BF16"]),
     ("gla", lambda x: x.update({HEAD: x[HEAD].astype(np.float64)}), [HEAD, "is F64"]),
     ("mamba2", lambda x: np.put(x[CONV], 5, np.nan), [repr(CONV), "source/model.safetensors' has NaN or infinite"]),
@@ -165,9 +174,18 @@ CONFIGS = [
     ("falcon_h1", {"ssm_multipliers": [1.0, 1.0]}, ["ssm_multipliers is [1.0, 1.0]", "a list of 5 positive numbers"]),
     ("falcon_h1", {"projectors_bias": True}, ["projectors_bias is True"]),
     ("falcon_h1", {"mamba_d_ssm": 16}, ["mamba_n_heads is 3", "a divisor of mamba_d_ssm, 16"]),
-    ("nemotron_h", {"hybrid_override_pattern": "M-MEM"}, ["hybrid_override_pattern is 'M-MEM'", "the letters M, *, -"]),
+    ("nemotron_h", {"hybrid_override_pattern": "M-MXM"}, ["hybrid_override_pattern is 'M-MXM'", "the letters M, *, -, E"]),
     ("nemotron_h", {"hybrid_override_pattern": "-MM*-"}, ["an MLP that does not follow a mixer"]),
-    ("nemotron_h", {"hybrid_override_pattern": None, "layers_block_type": ["moe"] * 5}, ["layers_block_type is ['moe'"]),
+    ("nemotron_h", {"hybrid_override_pattern": None, "layers_block_type": ["moe"] * 5}, ["an MLP that does not follow"]),
+    ("nemotron_h with experts", {"moe_latent_size": 4}, ["moe_latent_size is 4"]),
+    ("nemotron_h with experts", {"n_group": 3}, ["groups=3 does not divide number=4"]),
+    ("kimi_linear", {"mla_use_nope": False}, ["mla_use_nope is False"]),
+    ("kimi_linear", {"moe_router_activation_func": "softmax"}, ["moe_router_activation_func is 'softmax'"]),
+    ("kimi_linear", {"qk_head_dim": 7}, ["qk_head_dim is 7; it should be 5"]),
+    ("kimi_linear", {"linear_attn_config": {"kda_layers": [1], "full_attn_layers": [1, 2]}}, ["each layer from 1 to 3 once"]),
+    ("kimi_linear", {"linear_attn_config": {"kda_layers": [0]}}, ["each layer from 1 to 3 once"]),
+    ("kimi_linear", {"linear_attn_config": {"gate": "full"}}, ["linear_attn_config: the meaning of 'gate'"]),
+    ("kimi_linear", {"first_k_dense_replace": 3}, ["block_sparse_moe", "which it has not"]),
     ("nemotron_h", {"num_hidden_layers": 6}, ["num_hidden_layers is 6; it should be 5"]),
     ("nemotron_h", {"sliding_window": 64}, ["sliding_window is 64"]),
     ("nemotron_h", {"num_nextn_predict_layers": 1}, ["num_nextn_predict_layers is 1"]),
