@@ -76,6 +76,7 @@ _LAYERS: dict[tuple[str, str], int] = {
             ("qwen3-next", "1.3b"),
             ("nemotron-h", "1.3b"),
             ("lfm2", "1.3b"),
+            ("kimi-linear", "1.3b"),
         ),
         20,
     ),  # a multiple of their pattern

@@ -60,7 +60,7 @@ BASELINES: dict[str, dict[str, Any]] = {
     "log-linear": {"mixer": "log_linear"},
     "log-linear++": {"mixer": "log_linear_plus_plus"},
     "log-linear-mamba2": {"mixer": "log_linear_mamba2", "ffn": "none"},
-    # The layers of public hybrids, with their order in a short pattern and without their multipliers.
+    # The layers of public hybrids, with their order in a short pattern, and without their multipliers.
     "granite-h": {"mixer": ("mamba2", "mamba2", "mamba2", "attention"), "attention": AttentionConfig(rope_theta=None)},
     "granite-h-experts": {
         "mixer": ("mamba2", "mamba2", "mamba2", "attention"),
@@ -87,7 +87,13 @@ BASELINES: dict[str, dict[str, Any]] = {
         "conv_width": 3,
         "attention": AttentionConfig(qk_norm="head"),
     },
-    "kimi-linear": {"mixer": ("kda", "kda", "kda", "mla"), "mla": MLAConfig(rope_theta=None)},
+    "kimi-linear": {
+        "mixer": ("kda", "kda", "kda", "mla"),
+        "ffn": ("swiglu", "experts", "experts", "experts"),
+        "mla": MLAConfig(rope_theta=None),
+        "experts": ExpertsConfig(scores="sigmoid", scale=2.446, correction_bias=True, bias_update=1e-3),
+        "head_norm": HeadNormConfig(shared=True),
+    },
     "lact": {"mixer": "lact", "attention": AttentionConfig(rope_theta=5e5, qk_norm="all")},
     "self-modifying-titans": {"mixer": "self_modifying_titans"},
     "hope": {"mixer": "self_modifying_titans", "inner_loop": (1, 2)},
