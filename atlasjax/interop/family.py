@@ -2,12 +2,12 @@
 
 import dataclasses
 import math
+import operator
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from atlasjax.check import is_finite, is_integer, shown
-from atlasjax.interop.matters import differing, what_matters
 from atlasjax.interop.table import Row
 from atlasjax.interop.tensors import listed
 from atlasjax.nn import ModelConfig
@@ -306,7 +306,7 @@ class Family:
       unused: patterns of the names of tensors that older versions have and that change nothing. Kept and exported in the same way.
       generation: fields of generation_config.json for a model that was not imported, besides the ids of tokens.
       older: pattern of the names of tensors that older versions have in the place of others → the table with them,
-        from the table without them and our config.
+        from the one without them and our config.
     """
 
     name: str
@@ -339,17 +339,60 @@ class Family:
 
     def differences(self, config: ModelConfig, given: Mapping[str, object], sizes: Sizes = Sizes()) -> list[str]:
         """Where our config is not what a config.json says, as texts. sizes: as for `to_ours`."""
-        wanted = what_matters(self.to_ours(given, sizes), self.matters)
+        wanted = self._what_matters(self.to_ours(given, sizes))
         return [
             f"{field} is {ours!r}; in this form it is {theirs!r}"
-            for name, value in what_matters(config, self.matters).items()
+            for name, value in self._what_matters(config).items()
             for field, ours, theirs in (
-                differing(name, value, wanted[name]) if name in wanted else [(name, value, None)]
+                _differing(name, value, wanted[name]) if name in wanted else [(name, value, None)]
             )
         ]
+
+    def _what_matters(self, config: ModelConfig) -> dict[str, object]:
+        """The values that decide which function our config computes, by name."""
+        found = {name: operator.attrgetter(name)(config) for name in (*_ALWAYS, *self.matters)}
+        return found | _attention(config)
 
 
 def exact_fraction(part: int, whole: int) -> float:
     """part / whole, where a peer computes the part as int(whole · fraction): rounded up if that would be one less."""
     found = part / whole
     return found if int(whole * found) == part else math.nextafter(found, math.inf)
+
+
+def _differing(name: str, ours: object, theirs: object) -> Iterator[tuple[str, object, object]]:
+    """The fields in which two values of configs differ, by their options' names.
+
+    Floats are equal up to rounding: theirs may be a product that ours was not computed by.
+    """
+    if dataclasses.is_dataclass(ours) and type(ours) is type(theirs):
+        for field in dataclasses.fields(ours):
+            yield from _differing(f"{name}.{field.name}", getattr(ours, field.name), getattr(theirs, field.name))
+    elif isinstance(ours, float) and isinstance(theirs, float):
+        if not math.isclose(ours, theirs, rel_tol=1e-9):
+            yield name, ours, theirs
+    elif ours != theirs:
+        yield name, ours, theirs
+
+
+def _attention(config: ModelConfig) -> dict[str, object]:
+    """The values that decide the function of layers with attention. Empty if there are none."""
+    given = config.attention
+    if not {"attention", "swa"} & set(config.mixers):
+        return {}
+    names = ("rope_theta", "qk_norm", "gate", "bias", "persistent_tokens", "conv_width")
+    found = {f"attention.{name}": getattr(given, name) for name in names}
+    if given.bias:
+        found["attention.output_bias"] = given.output_bias
+    if "swa" in config.pattern:
+        found["attention.window"] = given.window
+    sizes = config.attention_sizes
+    found["attention.scale"] = sizes.key_dim**-0.5 if given.scale is None else given.scale
+    return found | {"attention_sizes": sizes, "attention.rope_dim": given.rope_dim or sizes.key_dim}
+
+
+# Fields that decide the function of every model.
+_ALWAYS = (
+    "vocab_size", "dim", "num_layers", "pattern", "caching", "ffn", "blocks", "multipliers", "norm", "embedding_norm", "positions",
+    "tie_embeddings", "norm_eps",
+)  # fmt: skip

@@ -4,9 +4,17 @@ multi-head latent attention without positions in some layers."""
 import dataclasses
 from collections.abc import Mapping
 
-from atlasjax.interop.experts import expert_rows, network_numbers
 from atlasjax.interop.family import Family, Fields, Sizes, mixer_pattern
-from atlasjax.interop.layers import head_row, input_rows, mlp_rows, of_type, rows_of
+from atlasjax.interop.layers import (
+    expert_rows,
+    head_row,
+    input_rows,
+    joined_expert_rows,
+    mlp_rows,
+    of_type,
+    router_rows,
+    rows_of,
+)
 from atlasjax.interop.table import Row
 from atlasjax.nn import ExpertsConfig, HeadNormConfig, MLAConfig, ModelConfig
 from atlasjax.train.errors import ConfigError
@@ -53,13 +61,12 @@ def rows(config: ModelConfig) -> list[Row]:
 
 
 def _network_rows(config: ModelConfig) -> list[Row]:
-    kinds = {"swiglu": mlp_rows(lambda name: _in_network(name.removeprefix("mlp.")))}
-    if config.has_experts:
-        kinds["experts"] = expert_rows(_in_experts, config, {"gate": "w1", "up": "w3", "down": "w2"})
+    names = {"gate": "w1", "up": "w3", "down": "w2"}
     return [
-        dataclasses.replace(row, numbers=network_numbers(config, kind))
-        for kind, found in kinds.items()
-        for row in found
+        *mlp_rows(lambda name: _in_network(name.removeprefix("mlp."))),
+        *router_rows(_in_experts),
+        *expert_rows(lambda name: _in_experts(f"experts.{{e}}.{names[name]}.weight"), config),
+        *mlp_rows(_in_experts, "shared_experts", "mlp.shared", "experts"),
     ]
 
 
@@ -121,14 +128,9 @@ def _layer_types(fields: Fields, older: Fields, layers: int) -> list[str]:
 
 
 def _joined_experts(found: list[Row], config: ModelConfig) -> list[Row]:
-    """The table where one tensor has the experts' projections, as in transformers' module. Gates come first, then their factors."""
-    stacked = ("layers.mlp.wide", "layers.mlp.out")
-    numbers, name = network_numbers(config, "experts"), lambda name: _in_layer(f"mlp.experts.{name}_proj")
-    return [
-        *(row for row in found if row.ours not in stacked),
-        Row(name("gate_up"), stacked[0], "e (g m) d -> e d g m", numbers=numbers),
-        Row(name("down"), stacked[1], "e d m -> e m d", numbers=numbers),
-    ]
+    """The table where two tensors have the projections of all experts, as in transformers' module."""
+    others = [row for row in found if row.ours not in ("layers.mlp.wide", "layers.mlp.out")]
+    return others + joined_expert_rows(*(_in_layer(f"mlp.experts.{name}_proj") for name in ("gate_up", "down")))
 
 
 def _networks(fields: Fields, layers: int) -> list[str]:
@@ -199,15 +201,15 @@ def _to_ours(given: Mapping[str, object], sizes: Sizes) -> ModelConfig:
 
 def _to_peer(config: ModelConfig) -> dict[str, object]:
     kinds, sizes = {ours: kind for kind, ours in (_MIXER_OF | _NETWORK_OF).items()}, config.mla_sizes
-    of_layers = lambda pattern: [kinds[pattern[n % len(pattern)]] for n in range(config.num_layers)]
-    given = config.experts
-    experts = {
-        "num_experts": given.number, "num_experts_per_token": given.per_token, "moe_intermediate_size": config.expert_width,
+    of_layers = lambda pattern: [kinds.get(pattern[n % len(pattern)], "dense") for n in range(config.num_layers)]
+    given = config.expert_form
+    experts = {} if given is None else {
+        "num_experts": given.number, "num_experts_per_token": given.per_token, "moe_intermediate_size": given.width,
         "num_shared_experts": (given.shared_width or 0) // config.expert_width, "moe_renormalize": given.normalize,
         "routed_scaling_factor": given.scale, "num_expert_group": given.groups, "topk_group": given.top_groups,
     }  # fmt: skip
     return {
-        **(experts if config.has_experts else {}),
+        **experts,
         "architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear", "vocab_size": config.vocab_size,
         "hidden_size": config.dim, "num_hidden_layers": config.num_layers,
         "layer_types": of_layers(config.pattern), "mlp_layer_types": of_layers(config.ffns),
@@ -222,6 +224,6 @@ def _to_peer(config: ModelConfig) -> dict[str, object]:
 KIMI_LINEAR = Family(
     "kimi_linear", ("mla", "kda"), of_type("kimi_linear"), _to_ours, _to_peer, rows,
     ("num_heads", "resolved_head_dim", "value_dim", "head_norm", "conv_width", "kda", "mla_sizes", "mla.q_lora_rank",
-     "mla.rope_theta", "mla.norm_eps", "resolved_mlp_dim"),
+     "mla.rope_theta", "mla.norm_eps", "dense_width", "expert_form"),
     older={r"\.self_attn\.conv1d\.weight$": _joined_convolutions, r"\.mlp\.experts\.gate_up_proj$": _joined_experts},
 )  # fmt: skip

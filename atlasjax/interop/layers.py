@@ -48,14 +48,25 @@ def mlp_rows(names: Names, peer: str = "mlp", ours: str = "mlp", network: str = 
 
 
 def expert_rows(names: Names, config: ModelConfig) -> list[Row]:
-    """The experts of SwiGLU, each with tensors of its own. names: of their number, as {e}, and a projection's name."""
+    """The experts, each with tensors of its own. names: of their number, as {e}, and a projection, "gate", "up" or "down"."""
     row = functools.partial(Row, network="experts")
-    found = []
+    found, wide = [], _WIDE[config.experts.network]
     for e in range(config.experts.number):
-        for part, name in enumerate(("gate", "up")):
-            found.append(row(_numbered(names(name), e), "layers.mlp.wide", "m d -> d m", part=(e, ALL, part)))
+        for name, part in wide.items():
+            found.append(row(_numbered(names(name), e), "layers.mlp.wide", "m d -> d m", part=(e, *part)))
         found.append(row(_numbered(names("down"), e), "layers.mlp.out", "d m -> m d", part=(e,)))
     return found
+
+
+_WIDE: dict[str, dict[str, Index]] = {"swiglu": {"gate": (ALL, 0), "up": (ALL, 1)}, "relu2": {"up": ()}}
+
+
+def router_rows(names: Names) -> list[Row]:
+    """The router in the words of DeepSeek-V3, with the bias by which experts are chosen."""
+    return [
+        Row(names("gate.weight"), "layers.mlp.router.kernel", "e d -> d e", network="experts"),
+        Row(names("gate.e_score_correction_bias"), "layers.mlp.correction", "e -> e", network="experts"),
+    ]
 
 
 def _numbered(names: str | tuple[str, ...], expert: int) -> str | tuple[str, ...]:

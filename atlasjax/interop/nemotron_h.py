@@ -5,11 +5,18 @@ A block that is an MLP or has experts is here the feed-forward network of the la
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
-from atlasjax.interop.experts import expert_rows, network_numbers
 from atlasjax.interop.family import Family, Fields, Sizes, mixer_pattern
-from atlasjax.interop.layers import MAMBA2_MATTERS, attention_rows, head_row, mamba2_rows, of_type
+from atlasjax.interop.layers import (
+    MAMBA2_MATTERS,
+    attention_rows,
+    expert_rows,
+    head_row,
+    mamba2_rows,
+    of_type,
+    router_rows,
+)
 from atlasjax.interop.table import Row
 from atlasjax.nn import AttentionConfig, ExpertsConfig, ModelConfig, SSMConfig
 from atlasjax.train.errors import ConfigError
@@ -43,28 +50,28 @@ def rows(config: ModelConfig) -> list[Row]:
         *attention_rows(in_mixer, config),
         Row(in_block("norm.weight"), "layers.mixer_norm.scale", "d -> d"),
     ]
-    dense = [
-        Row(in_mixer("up_proj.weight"), "layers.mlp.wide.kernel", "m d -> d m"),
-        Row(in_mixer("down_proj.weight"), "layers.mlp.out.kernel", "d m -> m d"),
-    ]
-    experts = expert_rows(in_mixer, config, {"up": "up_proj", "down": "down_proj"}) if config.has_experts else []
-    numbered = [
-        ([Row(in_block("norm.weight"), "layers.mlp_norm.scale", "d -> d")], networks),
-        (dense, _those(networks, network_numbers(config, "relu2"))),
-        (experts, _those(networks, network_numbers(config, "experts"))),
+    of_network = [
+        Row(in_block("norm.weight"), "layers.mlp_norm.scale", "d -> d"),
+        *_network_rows(in_mixer, "mlp", "relu2"),
+        *router_rows(in_mixer),
+        *expert_rows(lambda name: in_mixer(f"experts.{{e}}.{name}_proj.weight"), config),
+        *_network_rows(lambda name: in_mixer(f"shared_experts.{name}"), "mlp.shared", "experts"),
     ]
     return [
         *(dataclasses.replace(row, numbers=mixers) for row in found),
-        *(dataclasses.replace(row, numbers=numbers) for those, numbers in numbered for row in those),
+        *(dataclasses.replace(row, numbers=networks) for row in of_network),
         Row("backbone.embeddings.weight", "embedding", "v d -> v d"),
         Row("backbone.norm_f.weight", "norm.scale", "d -> d"),
         head_row(config),
     ]
 
 
-def _those(numbers: tuple[int | None, ...], layers: tuple[int | None, ...]) -> tuple[int | None, ...]:
-    """The numbers of these layers, None for the others."""
-    return tuple(None if layer is None else number for number, layer in zip(numbers, layers))
+def _network_rows(names: Callable[[str], str], ours: str, network: str) -> list[Row]:
+    """An MLP, which is at `ours` in layers with a `network` of this kind."""
+    return [
+        Row(names("up_proj.weight"), f"layers.{ours}.wide.kernel", "m d -> d m", network=network),
+        Row(names("down_proj.weight"), f"layers.{ours}.out.kernel", "d m -> m d", network=network),
+    ]
 
 
 def _blocks(fields: Fields) -> list[str]:
@@ -129,7 +136,8 @@ def _to_ours(given: Mapping[str, object], sizes: Sizes) -> ModelConfig:
     layers = _layers(_blocks(fields))
     pattern = mixer_pattern([f"{mixer} {network}" for mixer, network in layers])
     names = [name.split() for name in ((pattern,) if isinstance(pattern, str) else pattern)]
-    sparse = any(network == "experts" for _, network in layers)
+    networks = {network for _, network in layers}
+    sparse = "experts" in networks
     heads, size = fields.integer("num_attention_heads", 32), fields.integer("head_dim", 128)
     state_heads, state_size = fields.integer("mamba_num_heads", 128), fields.integer("mamba_head_dim", 64)
     config = ModelConfig(
@@ -144,7 +152,8 @@ def _to_ours(given: Mapping[str, object], sizes: Sizes) -> ModelConfig:
         attention=AttentionConfig(
             num_heads=heads, kv_heads=fields.integer("num_key_value_heads", 8), head_dim=size, value_dim=size, rope_theta=None
         ),
-        norm_eps=fields.number("layer_norm_epsilon", "norm_eps", default=1e-5), mlp_dim=fields.integer("intermediate_size", 21504),
+        norm_eps=fields.number("layer_norm_epsilon", "norm_eps", default=1e-5),
+        mlp_dim=fields.integer("intermediate_size", 21504, is_axis="relu2" in networks),
         tie_embeddings=fields.boolean("tie_word_embeddings", False), dtype=fields.dtype(),
     )  # fmt: skip
     known = (*_NEUTRAL, "expand", "norm_eps", "rope_theta", "partial_rotary_factor")
@@ -158,15 +167,16 @@ def _to_peer(config: ModelConfig) -> dict[str, object]:
     blocks: list[str] = []
     for n in range(config.num_layers):
         at = n % len(config.pattern)
-        blocks += [kinds[config.pattern[at]], *([of_network[config.ffns[at]]] if config.ffns[at] != "none" else [])]
-    given = config.experts
-    experts = {
-        "n_routed_experts": given.number, "num_experts_per_tok": given.per_token, "moe_intermediate_size": config.expert_width,
+        network = config.ffns[at]
+        blocks += [kinds[config.pattern[at]], *([of_network.get(network, "mlp")] if network != "none" else [])]
+    given = config.expert_form
+    experts = {} if given is None else {
+        "n_routed_experts": given.number, "num_experts_per_tok": given.per_token, "moe_intermediate_size": given.width,
         "moe_shared_expert_intermediate_size": given.shared_width, "n_shared_experts": 1, "norm_topk_prob": given.normalize,
         "routed_scaling_factor": given.scale, "n_group": given.groups, "topk_group": given.top_groups,
     }  # fmt: skip
     return {
-        **(experts if config.has_experts else {}),
+        **experts,
         "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "layers_block_type": blocks,
         "hidden_size": config.dim, "num_hidden_layers": len(blocks), "vocab_size": config.vocab_size,
         "num_attention_heads": sizes.heads, "num_key_value_heads": sizes.kv_heads, "head_dim": sizes.key_dim,
@@ -179,5 +189,6 @@ def _to_peer(config: ModelConfig) -> dict[str, object]:
 
 
 NEMOTRON_H = Family(
-    "nemotron_h", ("mamba2", "attention"), of_type("nemotron_h"), _to_ours, _to_peer, rows, (*MAMBA2_MATTERS, "resolved_mlp_dim")
+    "nemotron_h", ("mamba2", "attention"), of_type("nemotron_h"), _to_ours, _to_peer, rows,
+    (*MAMBA2_MATTERS, "dense_width", "expert_form"),
 )  # fmt: skip
