@@ -72,10 +72,12 @@ pytestmark = pytest.mark.usefixtures("compile_fast")
 
 
 def smaller(name: str) -> ModelConfig:
-    """`small`, with each mixer of its pattern once."""
+    """`small`, with each mixer of its pattern once with each of its feed-forward networks."""
     config = small(f"{name}-tiny")
-    mixers = tuple(dict.fromkeys(config.pattern))
-    return dataclasses.replace(config, mixer=mixers if len(mixers) > 1 else mixers[0], num_layers=max(2, len(mixers)))
+    mixers, networks = zip(*dict.fromkeys(zip(config.pattern, config.ffns)))
+    return dataclasses.replace(
+        config, mixer=mixers if len(mixers) > 1 else mixers[0], ffn=networks, num_layers=max(2, len(mixers))
+    )
 
 
 @functools.cache
