@@ -316,6 +316,9 @@ def make(folder: pathlib.Path, name: str) -> None:
     with torch.no_grad():
         for parameter in model.parameters():  # zeros and ones hide mistakes
             parameter.add_(0.1 * torch.randn_like(parameter))
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.add_(0.3 * torch.randn_like(buffer))
         if prefix == "OlmoHybrid":
             save_olmo(model, folder / name)
         else:
