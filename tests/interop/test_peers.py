@@ -132,9 +132,12 @@ def test_bfloat16(peer):
     _, source, reference = peer
     half_run = source.parent / "half"
     import_weights(source, half_run, tokenizer="byte", dtype="bfloat16")
-    got = load_run(half_run).model(jnp.asarray(reference["tokens"]))
-    rms = lambda x: np.sqrt(np.mean(np.square(np.asarray(x, np.float64))))
-    ours, theirs = (rms(x - reference["logits"]) / rms(reference["logits"]) for x in (got, reference["bfloat16"]))
+    half = load_run(half_run)
+    got, expected = half.model(jnp.asarray(reference["tokens"])), np.asarray(reference["logits"], np.float64)
+    rms = lambda x, axis=None: np.sqrt(np.mean(np.square(np.asarray(x, np.float64)), axis=axis))
+    # Rounding sends single tokens to other experts, which is a jump of the function: there, the median over tokens.
+    size = (lambda x: np.median(rms(x, -1))) if half.model.config.has_experts else rms
+    ours, theirs = (size(x - expected) / rms(expected) for x in (got, reference["bfloat16"]))
     print(f"root mean square difference from float32 / that of the logits: {ours:.1e}; the peer's own: {theirs:.1e}")
     assert ours < max(0.02, 1.5 * theirs)
 
