@@ -8,6 +8,8 @@ retention exp(Δ A). The heads of a group share B and C, which are repeated for 
 instead saved 10 to 30 % of the time on a CPU when measured, which does not justify a second engine.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -36,7 +38,7 @@ def init_state(batch_size: int, heads: int, head_dim: int, state_dim: int) -> me
       ValueError: a size is not an integer ≥ 1.
     """
     check_sizes("mamba2.init_state", batch_size=batch_size, heads=heads, head_dim=head_dim, state_dim=state_dim)
-    return memory.init_state(RULE, _params(heads, head_dim, state_dim), batch_size=batch_size)
+    return memory.init_state(RULE, zero_start(heads, head_dim, state_dim), batch_size=batch_size)
 
 
 def ssd(
@@ -84,20 +86,32 @@ def ssd(
     # B writes and C reads: they are the keys and the queries of linear attention.
     k, q = (jnp.repeat(z, heads // groups, axis=2).astype(x.dtype) for z in (B, C))
     gates = gates._replace(retention=jnp.exp(delta * A[None, None]), step_size=delta)
-    params = _params(heads, sizes["head_dim"], sizes["state"])
-    # A decoded token takes the step, which compiles no loop. A caller's choice of implementation is for sequences.
-    if x.shape[1] == 1 and state is not None and segment_ids is None and implementation is None:
-        q, k, v, gates = jax.tree.map(lambda z: z[:, 0], (q, k, x, gates))
-        y, after = memory.step(rule, params, state, q, k, v, gates)
-        y = y[:, None]
-    else:
-        y, after = memory.scan(
-            rule, params, state, q, k, x, gates, segment_ids=segment_ids, max_segments=max_segments,
-            implementation=implementation, partition=partition,
-        )  # fmt: skip
+    params = zero_start(heads, sizes["head_dim"], sizes["state"])
+    y, after = step_or_scan(
+        rule, params, state, q, k, x, gates, segment_ids=segment_ids, max_segments=max_segments,
+        implementation=implementation, partition=partition,
+    )  # fmt: skip
     if D is not None:
         y = (y.astype(wide) + D.astype(wide)[None, None, :, None] * x.astype(wide)).astype(x.dtype)
     return y, after
+
+
+def step_or_scan(
+    rule: memory.Rule,
+    params: memory.MemoryParams,
+    state: memory.MemoryState | memory.CachedState | None,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    gates: memory.Gates,
+    **options: Any,
+) -> tuple[jax.Array, Any]:
+    """`memory.scan` with its keyword arguments `options`, or `memory.step` for a decoded token."""
+    # A step compiles no loop. A caller's choice of implementation is for sequences.
+    if q.shape[1] > 1 or state is None or options["segment_ids"] is not None or options["implementation"] is not None:
+        return memory.scan(rule, params, state, q, k, v, gates, **options)
+    y, after = memory.step(rule, params, state, *jax.tree.map(lambda z: z[:, 0], (q, k, v, gates)))
+    return y[:, None], after
 
 
 def reference(
@@ -149,6 +163,6 @@ def _check(where: str, x: object, delta: object, A: object, B: object, C: object
     return sizes
 
 
-def _params(heads: int, head_dim: int, state_dim: int) -> memory.MemoryParams:
+def zero_start(heads: int, head_dim: int, state_dim: int) -> memory.MemoryParams:
     """A memory with a fixed zero start."""
     return memory.MemoryParams({"W": jnp.zeros((heads, head_dim, state_dim), jnp.float32)}, None, None)

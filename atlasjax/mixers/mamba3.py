@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int
 from atlasjax import check, memory, rules
 from atlasjax.memory.check import check_ids, check_sizes
 from atlasjax.memory.products import wide_dtype
+from atlasjax.mixers.mamba2 import step_or_scan, zero_start
 from atlasjax.mixers.shapes import check_shapes
 
 _ROTATIONS = {"rate": "batch time angles", "delta": "batch time heads", "start": "batch heads angles"}
@@ -124,7 +125,7 @@ def init_state(batch_size: int, heads: int, head_dim: int, state_dim: int, rank:
     """
     sizes = {"batch_size": batch_size, "heads": heads, "head_dim": head_dim, "state_dim": state_dim}
     check_sizes("mamba3.init_state", **sizes, rank=rank)
-    return memory.init_state(rules.mamba3(rank=rank), _params(heads, head_dim, state_dim), batch_size=batch_size)
+    return memory.init_state(rules.mamba3(rank=rank), zero_start(heads, head_dim, state_dim), batch_size=batch_size)
 
 
 def trapezoidal_scan(
@@ -185,15 +186,12 @@ def trapezoidal_scan(
     gates = _gates(gates, rank, delta, jnp.exp(delta * A), blend)
     # R pairs of a token are R tokens in a row, of which only the first decays (`_gates`).
     q, k, v = (z.reshape(z.shape[0], z.shape[1] * rank, *z.shape[3:]).astype(x.dtype) for z in (C, B, x))
-    params = _params(sizes["heads"], sizes["head_dim"], sizes["state"])
-    if q.shape[1] == 1 and state is not None and segment_ids is None and implementation is None:
-        y, after = memory.step(rule, params, state, *jax.tree.map(lambda z: z[:, 0], (q, k, v, gates)))
-    else:
-        ids = segment_ids if segment_ids is None or rank == 1 else jnp.repeat(segment_ids, rank, axis=1)
-        y, after = memory.scan(
-            rule, params, state, q, k, v, gates, segment_ids=ids, max_segments=max_segments,
-            implementation=implementation, partition=partition,
-        )  # fmt: skip
+    params = zero_start(sizes["heads"], sizes["head_dim"], sizes["state"])
+    ids = segment_ids if segment_ids is None or rank == 1 else jnp.repeat(segment_ids, rank, axis=1)
+    y, after = step_or_scan(
+        rule, params, state, q, k, v, gates, segment_ids=ids, max_segments=max_segments,
+        implementation=implementation, partition=partition,
+    )  # fmt: skip
     y = y.reshape(x.shape).astype(wide)
     if rank > 1:
         # A read in the row of pair r sees the pairs up to r; the recurrence reads after all of them.
@@ -269,8 +267,3 @@ def _reference(
     zero = jnp.zeros((batch, heads, head_dim, B.shape[-1]), x.dtype)
     (h, _), y = jax.lax.scan(token, (zero, zero), jnp.arange(x.shape[1]))
     return jnp.swapaxes(y, 0, 1).astype(dtype), h
-
-
-def _params(heads: int, head_dim: int, state_dim: int) -> memory.MemoryParams:
-    """A memory with a fixed zero start."""
-    return memory.MemoryParams({"W": jnp.zeros((heads, head_dim, state_dim), jnp.float32)}, None, None)

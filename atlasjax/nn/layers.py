@@ -118,6 +118,8 @@ class SwiGLU(Module):
       rngs: source of the initial values.
     """
 
+    takes_factors = True
+
     def __init__(
         self,
         dim: int,
@@ -137,7 +139,18 @@ class SwiGLU(Module):
         return scaled(self.out(jax.nn.silu(scaled(h[..., 0, :], self.factors[0])) * h[..., 1, :]), self.factors[1])
 
 
-class GELU(Module):
+class _TwoMatrices(Module):
+    """activation(x W) W_out. A subclass says which activation, and whether with biases."""
+
+    takes_factors = False
+    has_biases = False
+
+    def __init__(self, dim: int, hidden: int, *, out_scale: float = 1.0, rngs: nnx.Rngs):
+        self.wide = Linear((dim, hidden), ("embed", "mlp"), bias=self.has_biases, rngs=rngs)
+        self.out = Linear((hidden, dim), ("mlp", "embed"), scale=out_scale, bias=self.has_biases, rngs=rngs)
+
+
+class GELU(_TwoMatrices):
     """gelu(x W + b) W_out + b_out, with the exact GELU (error function).
 
     Args:
@@ -147,16 +160,21 @@ class GELU(Module):
       rngs: source of the initial values.
     """
 
-    def __init__(self, dim: int, hidden: int, *, out_scale: float = 1.0, rngs: nnx.Rngs):
-        self.wide = Linear((dim, hidden), ("embed", "mlp"), bias=True, rngs=rngs)
-        self.out = Linear((hidden, dim), ("mlp", "embed"), scale=out_scale, bias=True, rngs=rngs)
+    has_biases = True
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., dim] → [..., dim], dtype of x."""
         return self.out(jax.nn.gelu(self.wide(x), approximate=False))
 
 
-class ReLU2(Module):
+class _SquaredReLU(_TwoMatrices):
+    """relu(x W)² W_out."""
+
+    def _apply(self, x: jax.Array) -> jax.Array:
+        return self.out(jnp.square(jax.nn.relu(self.wide(x))))
+
+
+class ReLU2(_SquaredReLU):
     """relu(x W)² W_out (So et al. 2021), without biases.
 
     Args:
@@ -166,16 +184,12 @@ class ReLU2(Module):
       rngs: source of the initial values.
     """
 
-    def __init__(self, dim: int, hidden: int, *, out_scale: float = 1.0, rngs: nnx.Rngs):
-        self.wide = Linear((dim, hidden), ("embed", "mlp"), rngs=rngs)
-        self.out = Linear((hidden, dim), ("mlp", "embed"), scale=out_scale, rngs=rngs)
-
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., dim] → [..., dim], dtype of x."""
-        return self.out(jnp.square(jax.nn.relu(self.wide(x))))
+        return self._apply(x)
 
 
-class ChannelMixing(Module):
+class ChannelMixing(_SquaredReLU):
     """RWKV-7's feed-forward network (Peng et al. 2025), relu(x' W)² W_out without biases, whose input is shifted:
 
         x'_t = x_t + μ ⊙ (x_{t−1} − x_t)
@@ -190,9 +204,8 @@ class ChannelMixing(Module):
     """
 
     def __init__(self, dim: int, hidden: int, *, out_scale: float = 1.0, rngs: nnx.Rngs):
+        super().__init__(dim, hidden, out_scale=out_scale, rngs=rngs)
         self.shift = param(1.0 - (jnp.arange(dim, dtype=jnp.float32) / dim) ** 0.5**4, "embed")
-        self.wide = Linear((dim, hidden), ("embed", "mlp"), rngs=rngs)
-        self.out = Linear((hidden, dim), ("mlp", "embed"), scale=out_scale, rngs=rngs)
 
     def init_state(self, batch_size: int, dtype: jnp.dtype) -> jax.Array:
         """The input before the first token: zeros [batch, 1, dim]."""
@@ -203,7 +216,7 @@ class ChannelMixing(Module):
     ) -> tuple[jax.Array, jax.Array]:
         """[batch, time, dim] → [batch, time, dim], dtype of x, and the next state, which is the last token's x."""
         shifted = x + (previous(x, state, segment_ids) - x) * self.shift[None, None].astype(x.dtype)
-        return self.out(jnp.square(jax.nn.relu(self.wide(shifted)))), x[:, -1:]
+        return self._apply(shifted), x[:, -1:]
 
 
 def previous(x: jax.Array, first: jax.Array, segment_ids: jax.Array | None) -> jax.Array:

@@ -7,7 +7,7 @@ A mixer is a class with three methods, and a fourth, `observe`, if its memory is
 import functools
 import importlib
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, TypeGuard, cast, runtime_checkable
 
 import jax
@@ -144,6 +144,12 @@ def observe(
     if isinstance(mixer, ObservedMixer):
         return mixer.observe(x, segment_ids, max_segments)
     return mixer(x, segment_ids, max_segments, **with_first(mixer, first)), None
+
+
+def joined_sizes(sizes: Iterable[jax.Array | None]) -> jax.Array | None:
+    """The memory sizes of several mixers, [batch, heads], one after another; None if none has any."""
+    present = [size for size in sizes if size is not None]
+    return jnp.concatenate(present, axis=1) if present else None
 
 
 def is_observed(config: ModelConfig) -> bool:
@@ -287,8 +293,7 @@ class ParallelMixers(Module):
     ) -> tuple[Float[Array, "batch time dim"], Float[Array, "batch heads"] | None]:
         """See `ObservedMixer`. The sizes of the memories of all mixers, one after another."""
         found = [observe(mixer, x, segment_ids, max_segments) for mixer in self._mixers()]
-        norms = [norm for _, norm in found if norm is not None]
-        return _total(found), jnp.concatenate(norms, axis=1) if norms else None
+        return _total(found), joined_sizes(size for _, size in found)
 
     def init_state(self, batch_size: int, max_length: int | None = None) -> tuple[PyTree, ...]:
         """The states of all mixers before the first token."""

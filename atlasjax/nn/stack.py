@@ -14,7 +14,7 @@ from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.experts import Experts, Load
 from atlasjax.nn.layers import GELU, ChannelMixing, LayerNorm, ReLU2, RMSNorm, SwiGLU, dropout, scaled
 from atlasjax.nn.mixer_check import check_own_mixers
-from atlasjax.nn.mixers import FirstValuesMixer, check_caching, extend_layer, make_mixer, observe
+from atlasjax.nn.mixers import FirstValuesMixer, check_caching, extend_layer, joined_sizes, make_mixer, observe
 from atlasjax.nn.module import Module
 from atlasjax.nn.parameters import param
 
@@ -182,9 +182,8 @@ class Layer(Module):
         y, norm = observe(self.mixer, x, segment_ids, max_segments, first)
         if self.branch is None:
             return y, norm
-        more, of_branch = self.branch.observe(x, segment_ids, max_segments)
-        norms = [one for one in (norm, of_branch) if one is not None]
-        return y + more, jnp.concatenate(norms, axis=1) if norms else None
+        more, branch_norm = self.branch.observe(x, segment_ids, max_segments)
+        return y + more, joined_sizes((norm, branch_norm))
 
     def _feed(self, y: jax.Array, state: PyTree) -> tuple[jax.Array, PyTree]:
         """The feed-forward network on a piece of a sequence: its output and its next state."""
@@ -252,7 +251,7 @@ def _make_ffn(
     if ffn is None:
         return None
     multipliers = config.multipliers
-    factors = {"factors": (multipliers.mlp_gate, multipliers.mlp_out)} if ffn is SwiGLU else {}
+    factors = {"factors": (multipliers.mlp_gate, multipliers.mlp_out)} if ffn.takes_factors else {}
     return ffn(config.dim, config.resolved_mlp_dim, out_scale=config.output_scale, **factors, rngs=rngs)
 
 

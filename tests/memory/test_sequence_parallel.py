@@ -34,22 +34,26 @@ def state_of(rule, params, inputs):
     return memory.scan(rule, params, None, *jax.tree.map(lambda x: x[:, :5], inputs))[1]
 
 
+def assert_parts_equal_the_whole(rule, params, inputs, devices, state=None, **segments):
+    """A call with its tokens divided over devices has the values, final state and all gradients of one device."""
+
+    def summed(partition):
+        def run(params, *arguments):
+            found = memory.scan(rule, params, state, *arguments, **segments, partition=partition)
+            return total(rule, found), found
+
+        return run
+
+    divided = Partition(mesh_of(sequence=devices), time=("sequence",))
+    assert_close(graded(summed(divided), params, *inputs), graded(summed(None), params, *inputs), 1e-9)
+
+
 @pytest.mark.parametrize("name", some_slow(CASES, set(CASES) - set(DEFAULT[:2])))
 def test_equals_one_device(name, x64):
     """37 tokens on 8 devices, the last ones of which have padding or nothing else; from a state, with all gradients."""
     rule = CASES[name]
     params, *inputs = make_inputs(rule, time=37, dtype=jnp.float64)
-    state = state_of(rule, params, inputs)
-    partition = Partition(mesh_of(sequence=8), time=("sequence",))
-
-    def summed(partition):
-        def run(params, *arguments):
-            found = memory.scan(rule, params, jax.tree.map(lambda x: x, state), *arguments, partition=partition)
-            return total(rule, found), found
-
-        return run
-
-    assert_close(graded(summed(partition), params, *inputs), graded(summed(None), params, *inputs), 1e-9)
+    assert_parts_equal_the_whole(rule, params, inputs, 8, state_of(rule, params, inputs))
 
 
 def test_beside_batch_and_heads(x64):
@@ -98,14 +102,4 @@ def test_segments(name, continued, x64):
     state = None if not continued else state_of(rule, params, inputs)._replace(segment=jnp.asarray([0, 9], jnp.int32))
     starts = [[3, 4, 5, 20, 36], [10, 15]]
     ids = jnp.stack([jnp.zeros(37, jnp.int32).at[jnp.asarray(at)].set(1).cumsum() for at in starts])
-    partition = Partition(mesh_of(sequence=8), time=("sequence",))
-
-    def summed(partition):
-        def run(params, *arguments):
-            segments = {"segment_ids": ids, "max_segments": 6}
-            found = memory.scan(rule, params, state, *arguments, **segments, partition=partition)
-            return total(rule, found), found
-
-        return run
-
-    assert_close(graded(summed(partition), params, *inputs), graded(summed(None), params, *inputs), 1e-9)
+    assert_parts_equal_the_whole(rule, params, inputs, 8, state, segment_ids=ids, max_segments=6)

@@ -3,22 +3,17 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AxisType
 
 from atlasjax import memory, rules
 from atlasjax.memory import CachedRule, Partition
 from tests.marks import some_slow
 from tests.memory.caching.test_caching import CASES, make_inputs
 from tests.memory.cases import assert_close
-from tests.memory.test_meshes import graded, total
+from tests.memory.test_sequence_parallel import assert_parts_equal_the_whole, mesh_of
 
 FRESH = {name: rule for name, rule in CASES.items() if rule.start == "fresh"}
 # All memories at a time, one of each device at a time, and a soup's engine; scores from keys and by age; bounded and not.
 DEFAULT = ("grm", "ssc_ones_age", "soup_small")
-
-
-def mesh_of(**sizes):
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
 @pytest.mark.parametrize("name", some_slow(FRESH, set(FRESH) - set(DEFAULT)))
@@ -26,16 +21,7 @@ def test_equals_one_device(name, x64):
     """Two segments on each of four devices; with all gradients."""
     rule = FRESH[name]
     params, *inputs = make_inputs(rule, time=8 * rule.segment_size)
-    partition = Partition(mesh_of(sequence=4), time=("sequence",))
-
-    def summed(partition):
-        def run(params, *arguments):
-            found = memory.scan(rule, params, None, *arguments, partition=partition)
-            return total(rule, found), found
-
-        return run
-
-    assert_close(graded(summed(partition), params, *inputs), graded(summed(None), params, *inputs), 1e-9)
+    assert_parts_equal_the_whole(rule, params, inputs, 4)
 
 
 def test_beside_batch_and_heads(x64):

@@ -7,10 +7,8 @@ import pytest
 from atlasjax import memory, rules
 from atlasjax.memory import Partition
 from atlasjax.memory.large_chunk.sequence_parallel import shares_of
-from tests.memory.cases import assert_close
 from tests.memory.large_chunk.cases import make_inputs
-from tests.memory.test_meshes import graded, total
-from tests.memory.test_sequence_parallel import mesh_of
+from tests.memory.test_sequence_parallel import assert_parts_equal_the_whole, mesh_of
 
 CASES = {
     "chunks of several devices": (rules.lact(12, schedule=None), 28),  # and a last one that is not complete
@@ -23,16 +21,7 @@ CASES = {
 def test_equals_one_device(case, x64):
     rule, time = CASES[case]
     params, *inputs = make_inputs(rule, time=time, batch=1)
-    partition = Partition(mesh_of(sequence=4), time=("sequence",))
-
-    def summed(partition):
-        def run(params, *arguments):
-            found = memory.scan(rule, params, None, *arguments, partition=partition)
-            return total(rule, found), found
-
-        return run
-
-    assert_close(graded(summed(partition), params, *inputs), graded(summed(None), params, *inputs), 1e-9)
+    assert_parts_equal_the_whole(rule, params, inputs, 4)
 
 
 @pytest.mark.parametrize(("parts", "part", "chunk"), [(4, 7, 12), (2, 8, 4), (8, 4, 16), (3, 5, 99), (1, 5, 2)])
