@@ -13,19 +13,14 @@ from flax import nnx
 from atlasjax import cli, memory
 from atlasjax.data.tokenizers import ByteTokenizer
 from atlasjax.generate import SamplingConfig, context, generate, load_context, read, save_context, stream
-from atlasjax.nn import AttentionConfig, LanguageModel, MemoryConfig, ModelConfig, state_bytes
+from atlasjax.nn import AttentionConfig, LanguageModel, MemoryConfig, state_bytes
 from atlasjax.nn.caching import CachingConfig
 from atlasjax.train import TrainConfig
 from atlasjax.train.load import LoadedRun
+from tests.tiny_model import CONFIG, model
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
 
-# Memories, a convolution, keys and values of all tokens, and learned positions.
-CONFIG = ModelConfig(
-    vocab_size=256, dim=16, num_layers=2, num_heads=2, mlp_dim=32, dtype="float32", mixer=("memory", "attention"),
-    memory=MemoryConfig(rule="linear_attention", chunk_size=4), attention=AttentionConfig(), positions="learned",
-    max_positions=64, tie_embeddings=False,
-)  # fmt: skip
 PIECE = 4
 TEXT = b"the book a question?"
 BOOK, QUESTION = TEXT[:12], TEXT[12:]
@@ -37,11 +32,6 @@ LENGTH = 16
 def _pieces(monkeypatch):
     """All prompts are read in pieces of one length, which is compiled once for each size of the cache."""
     monkeypatch.setattr(context, "_PREFILL_PIECE", PIECE)
-
-
-@functools.cache
-def model() -> LanguageModel:
-    return LanguageModel(CONFIG, rngs=nnx.Rngs(0))
 
 
 def ids(*texts: bytes) -> np.ndarray:

@@ -14,16 +14,11 @@ from atlasjax.evaluate import pieces
 from atlasjax.evaluate.pieces import shared_beginnings
 from atlasjax.evaluate.scoring import Scorer
 from atlasjax.generate import streams
-from atlasjax.nn import AttentionConfig, LanguageModel, MemoryConfig, ModelConfig
+from atlasjax.nn import AttentionConfig, LanguageModel
+from tests.tiny_model import CONFIG
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
 
-# A memory with a convolution; keys and values of all tokens; learned positions.
-CONFIG = ModelConfig(
-    vocab_size=256, dim=16, num_layers=2, num_heads=2, mlp_dim=32, dtype="float32", mixer=("memory", "attention"),
-    memory=MemoryConfig(rule="linear_attention", chunk_size=4), attention=AttentionConfig(), positions="learned",
-    max_positions=64, tie_embeddings=False,
-)  # fmt: skip
 LONGEST = 64
 TEXT = np.random.default_rng(0).integers(32, 127, LONGEST).astype(np.int32)  # whole characters
 

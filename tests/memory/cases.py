@@ -173,9 +173,9 @@ def assert_close(actual, expected, tolerance, what=""):
         assert error <= tolerance * scale, f"{name}: error {error:.3e}, scale {scale:.3e}, ratio {error / scale:.3e}"
 
 
-def objective(fn, rule, params, q, k, v, gates, **kwargs):
+def objective(fn, rule, params, q, k, v, gates, state=None, **kwargs):
     """A scalar that every output and every state leaf enters with its own weight; and those."""
-    y, state = fn(rule, params, None, q, k, v, gates, **kwargs)
+    y, state = fn(rule, params, state, q, k, v, gates, **kwargs)
     total = jnp.sum(y * jnp.cos(jnp.arange(y.size)).reshape(y.shape))
     for leaf in jax.tree.leaves(state):
         if jnp.issubdtype(leaf.dtype, jnp.floating):

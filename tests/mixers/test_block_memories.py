@@ -10,6 +10,7 @@ import pytest
 
 from atlasjax.mixers import attention, infini, memorizing
 from atlasjax.mixers.rotary import rotate
+from tests.comparisons import close, close_with_gradients
 from tests.marks import if_slow, some_slow
 
 BATCH, HEADS, KEY, VALUE, THETA, EPS = 2, 2, 4, 6, 100.0, 1e-6
@@ -79,12 +80,6 @@ def parallel(name, q, k, v, gate=GATE, size=SIZE, length=LENGTH, theta=THETA, **
     return function(q, k, v, gate, block_size=size, rope_theta=theta, **options)
 
 
-def close(got, expected, tolerance=1e-5):
-    """Relative to the largest expected number."""
-    expected = np.asarray(expected, np.float64)
-    np.testing.assert_allclose(np.asarray(got, np.float64), expected, rtol=0, atol=tolerance * np.abs(expected).max())
-
-
 @pytest.mark.parametrize(
     ("name", "time", "options"),
     [
@@ -100,15 +95,8 @@ def close(got, expected, tolerance=1e-5):
 )
 def test_values_and_gradients(name, time, options):
     x = (*arrays(time), GATE)
-    weights = jax.random.normal(jax.random.key(9), (BATCH, time, HEADS, VALUE))
-    run = lambda f: jax.jit(
-        jax.value_and_grad(lambda x: (lambda y: (jnp.sum(weights * y), y))(f(name, *x, **options)), has_aux=True)
-    )(x)
-    (_, expected), expected_gradients = run(definition)
-    (_, y), gradients = run(parallel)
-    close(y, expected)
-    for got, want in zip(gradients, expected_gradients):
-        close(got, want, 2e-5)
+    with_options = lambda f: lambda *x: f(name, *x, **options)
+    gradients = close_with_gradients(with_options(parallel), with_options(definition), x, (BATCH, time, HEADS, VALUE))
     assert np.abs(gradients[3]).max() > 0.01 or time == 2
 
 

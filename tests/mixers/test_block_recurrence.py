@@ -11,6 +11,7 @@ import pytest
 from atlasjax.mixers import attention as softmax
 from atlasjax.mixers import block_recurrence as B
 from atlasjax.mixers.rotary import rotate
+from tests.comparisons import close, close_with_gradients
 
 BATCH, HEADS, KEY, VALUE, THETA, SIZE = 2, 2, 4, 6, 100.0, 5
 
@@ -47,24 +48,11 @@ def parallel(q, k, v, size=SIZE, stop=False, **options):
     return B.attention(q, k, v, block_size=size, rope_theta=THETA, stop_gradient=stop, **options)
 
 
-def close(got, expected, tolerance=1e-5):
-    """Relative to the largest expected number."""
-    expected = np.asarray(expected, np.float64)
-    np.testing.assert_allclose(np.asarray(got, np.float64), expected, rtol=0, atol=tolerance * np.abs(expected).max())
-
-
 @pytest.mark.parametrize(("time", "options"), [(3, {}), (12, {}), (11, {"stop": True}), (3, {"size": 1})])
 def test_values_and_gradients(time, options):
     x = arrays(time)
-    weights = jax.random.normal(jax.random.key(9), (BATCH, time, HEADS, VALUE))
-    run = lambda f: jax.jit(
-        jax.value_and_grad(lambda x: (lambda y: (jnp.sum(weights * y), y))(f(*x, **options)), has_aux=True)
-    )(x)
-    (_, expected), expected_gradients = run(definition)
-    (_, y), gradients = run(parallel)
-    close(y, expected)
-    for got, want in zip(gradients, expected_gradients):
-        close(got, want, 2e-5)
+    with_options = lambda f: lambda *x: f(*x, **options)
+    close_with_gradients(with_options(parallel), with_options(definition), x, (BATCH, time, HEADS, VALUE))
 
 
 def test_what_a_token_sees():

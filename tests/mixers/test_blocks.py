@@ -11,6 +11,7 @@ from atlasjax.mixers import attention as softmax
 from atlasjax.mixers import block_recurrence, infini, melodi, memorizing
 from atlasjax.mixers.elastic import attention as elastic
 from atlasjax.mixers.elastic import banks, hippo, sampling
+from tests.comparisons import close
 from tests.marks import some_slow
 
 HEADS, DIM, SIZE = 2, 4, 3
@@ -60,11 +61,6 @@ def mixer(name, size, batch, length):
 
 def tokens(batch, time):
     return jax.random.normal(jax.random.key(0), (batch, time, HEADS * DIM))
-
-
-def close(got, expected, tolerance=1e-5):
-    """Relative to the largest expected number."""
-    np.testing.assert_allclose(got, expected, rtol=0, atol=tolerance * np.abs(expected).max())
 
 
 # Each mixer streams at every split in its own file; here the blocks that they share, from every place in one.

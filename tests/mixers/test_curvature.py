@@ -1,5 +1,6 @@
 """The write keys of preconditioned DeltaNet against their definition, token by token in float64: values, streams, packed rows."""
 
+import functools
 import itertools
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from atlasjax.mixers.curvature import preconditioned_keys
+from tests import comparisons
 
 BATCH, TIME, HEADS, KEY = 2, 13, 3, 4
 CENTER = np.array([-0.2, 0.5, -1.0], np.float32)
@@ -38,8 +40,7 @@ def definition(k, beta, alpha, ids=None, largest=1.5):
     return keys, a
 
 
-def close(got, expected, tolerance=1e-6):
-    np.testing.assert_allclose(got, expected, rtol=0, atol=tolerance * np.abs(expected).max())
+close = functools.partial(comparisons.close, tolerance=1e-6)
 
 
 def test_whole_sequences_and_pieces():
@@ -69,7 +70,7 @@ def test_segments_start_at_zero_and_bfloat16_rounds_keys_only():
     keys, a = preconditioned_keys(half, *gates, CENTER, segment_ids=ids, largest=2.0)
     assert (keys.dtype, a.dtype) == (jnp.bfloat16, jnp.float32)
     close(a, definition(np.asarray(half, np.float32), *gates, ids)[1])
-    close(keys.astype(jnp.float32), expected, 0.01)
+    close(keys.astype(jnp.float32), expected, tolerance=0.01)
 
 
 def test_derivatives_are_finite_where_nothing_was_seen():

@@ -9,6 +9,7 @@ import pytest
 
 from atlasjax import memory, rules
 from atlasjax.mixers.delta_product import interleaved, last_reads
+from tests.comparisons import close
 
 BATCH, TIME, HEADS, KEY, VALUE = 2, 13, 3, 4, 5
 
@@ -47,10 +48,6 @@ def product(rule, q, k, v, alpha, beta, state=None, ids=None, function=memory.sc
     params = memory.MemoryParams({"W": jnp.zeros((HEADS, VALUE, KEY))}, None, None)
     y, state = function(rule, params, state, *rows[:4], segment_ids=rows.segment_ids, **options)
     return last_reads(y, k.shape[2]), state
-
-
-def close(got, expected, tolerance=1e-5):
-    np.testing.assert_allclose(got, expected, rtol=0, atol=tolerance * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("writes", [2, 3])

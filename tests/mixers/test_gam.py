@@ -9,6 +9,7 @@ import pytest
 
 from atlasjax.mixers import gam
 from atlasjax.mixers.convolution import causal_convolution
+from tests.comparisons import close
 
 BATCH, TIME, DIM, SLOTS = 2, 9, 5, 4
 mix = jax.jit(gam.mix, static_argnames="fusion")  # operation by operation takes far longer
@@ -47,18 +48,13 @@ def definition(params, row, fusion):
     return np.array(outputs)
 
 
-def close(got, expected, tolerance=1e-5):
-    expected = np.asarray(expected, np.float64)
-    np.testing.assert_allclose(np.asarray(got, np.float64), expected, rtol=0, atol=tolerance * np.abs(expected).max())
-
-
 @pytest.mark.parametrize("width", [1, 3, 4])
 @pytest.mark.parametrize("fusion", gam.FUSIONS)
 def test_definition(fusion, width):
     params, x = make(fusion, width), inputs()
     y, _ = mix(params, x, fusion=fusion)
     assert y.dtype == jnp.float32
-    close(y, [definition(params, row, fusion) for row in x])
+    close(y, np.stack([definition(params, row, fusion) for row in x]))
 
 
 @pytest.mark.parametrize("fusion", gam.FUSIONS)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from atlasjax.mixers import log_linear
+from tests.comparisons import close
 from tests.marks import some_slow
 
 BATCH, HEADS, KEY, VALUE, LEVELS = 2, 2, 4, 3, 9
@@ -31,11 +32,6 @@ def definition(q, k, v, weights, decay):
             share = weights[:, t, :, (t ^ s).bit_length()] * np.prod(decay[:, s + 1 : t + 1], axis=1)
             y[:, t] += (share * np.sum(q[:, t] * k[:, s], axis=-1))[..., None] * v[:, s]
     return y
-
-
-def close(actual, expected, tolerance):
-    expected = np.asarray(expected, np.float64)
-    assert np.abs(np.asarray(actual, np.float64) - expected).max() <= tolerance * np.abs(expected).max()
 
 
 @pytest.fixture

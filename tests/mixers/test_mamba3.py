@@ -9,6 +9,7 @@ import pytest
 
 from atlasjax import memory, rules
 from atlasjax.mixers import mamba2, mamba3
+from tests.comparisons import close
 from tests.nn import mamba3_formula
 
 BATCH, HEADS, STATE, VALUE, ANGLES = 2, 2, 6, 3, 2
@@ -41,13 +42,6 @@ def rotated(inputs, rate, start=None, segment_ids=None):
 
 def cut(inputs, start, stop):
     return tuple(z if z.ndim == 1 else z[:, start:stop] for z in inputs)
-
-
-def close(got, expected, tolerance):
-    """Relative to the largest of `expected`, leaf by leaf."""
-    for g, e in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        e = np.asarray(e, np.float64)
-        np.testing.assert_allclose(np.asarray(g, np.float64), e, rtol=0, atol=tolerance * (np.abs(e).max() + 1e-30))
 
 
 @pytest.mark.parametrize("rank", [1, 2])

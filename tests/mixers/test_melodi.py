@@ -11,6 +11,7 @@ import pytest
 from atlasjax.mixers import attention as softmax
 from atlasjax.mixers import melodi as M
 from atlasjax.mixers.rotary import rotate
+from tests.comparisons import close
 from tests.marks import if_slow
 
 BATCH, DIM, HEADS, KEY, VALUE, THETA, SIZE, SUMMARY = 2, 6, 2, 4, 3, 100.0, 5, 3
@@ -68,12 +69,6 @@ def definition(x, w):
 
 def parallel(x, w, **options):
     return M.attention(x, w, rope_theta=THETA, norm_eps=EPS, **options)
-
-
-def close(got, expected, tolerance=1e-5):
-    """Relative to the largest expected number."""
-    expected = np.asarray(expected, np.float64)
-    np.testing.assert_allclose(np.asarray(got, np.float64), expected, rtol=0, atol=tolerance * np.abs(expected).max())
 
 
 @pytest.mark.parametrize(("time", "sizes"), [if_slow(3, (5, 3)), (12, (5, 3)), (10, (5, 7)), if_slow(3, (1, 1))])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from atlasjax.mixers import mamba, mamba2
+from tests.comparisons import close
 from tests.marks import some_slow
 
 BATCH, CHANNELS, STATE, HEADS, GROUPS = 2, 5, 3, 4, 2
@@ -44,13 +45,6 @@ def loop_mamba(x, delta, A, B, C, D):
         h = np.exp(delta[t][:, None] * A) * h + np.outer(delta[t] * x[t], B[t])
         ys.append(h @ C[t] + D * x[t])
     return np.array(ys), h
-
-
-def close(got, expected, tolerance):
-    """Relative to the largest of `expected`, leaf by leaf."""
-    for g, e in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        e = np.asarray(e, np.float64)
-        np.testing.assert_allclose(np.asarray(g, np.float64), e, rtol=0, atol=tolerance * (np.abs(e).max() + 1e-30))
 
 
 def scan(implementation):

@@ -11,6 +11,7 @@ import pytest
 from atlasjax.memory import Partition
 from atlasjax.mixers import attention as A
 from atlasjax.mixers.rotary import rotate
+from tests.comparisons import close
 from tests.marks import if_slow, some_slow
 
 BATCH, HEADS, KEY, VALUE, THETA = 2, 2, 4, 6, 100.0
@@ -46,12 +47,6 @@ def definition(q, k, v, persistent=None, window=None, segments=None):
         logits = jnp.concatenate([jnp.einsum("bthd,phd->bhtp", q, persistent.keys), logits], axis=-1)
         values = jnp.concatenate([jnp.tile(persistent.values, (batch, 1, 1, 1)), v], axis=1)
     return jnp.einsum("bhts,bshv->bthv", jax.nn.softmax(logits / KEY**0.5, axis=-1), values)
-
-
-def close(got, expected, tolerance=1e-5):
-    """Relative to the largest expected number."""
-    expected = np.asarray(expected, np.float64)
-    np.testing.assert_allclose(np.asarray(got, np.float64), expected, rtol=0, atol=tolerance * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("window", some_slow([None, 1, 5, 13, 100], [1, 5, 100]))

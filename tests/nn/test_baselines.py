@@ -22,6 +22,7 @@ from atlasjax.nn import (
 )
 from atlasjax.nn.mixers import MIXERS
 from atlasjax.train.optimizer import decay_mask
+from tests import comparisons
 from tests.marks import if_slow, some_slow
 from tests.nn.cases import BASELINES, FORMS, FORMULAS
 
@@ -63,10 +64,7 @@ def inputs(time=TIME, seed=0):
     return jax.random.normal(jax.random.key(seed), (BATCH, time, DIM))
 
 
-def close(got, expected, tolerance=2e-5):
-    """Relative to the largest expected number."""
-    expected = np.asarray(expected, np.float64)
-    np.testing.assert_allclose(np.asarray(got, np.float64), expected, rtol=0, atol=tolerance * np.abs(expected).max())
+close = functools.partial(comparisons.close, tolerance=2e-5)
 
 
 # One norm for all heads is one code in the three mixers; test_convert.py and test_formulas.py have models with it.

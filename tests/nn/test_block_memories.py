@@ -1,6 +1,7 @@
 """Memorizing Transformer and Infini-attention as layers: the formula in float64, documents, gradients, what they refuse."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from flax import nnx
 
 from atlasjax.nn import AttentionConfig, InfiniConfig, LanguageModel, MemorizingConfig, ModelConfig, count_parameters
 from atlasjax.nn.mixers import MIXERS
+from tests import comparisons
 from tests.nn.cases import BLOCK_MEMORIES
 
 DIM, HEADS, KEY, VALUE, BATCH, TIME, SIZE, QUEUE, THETA, EPS = 12, 2, 4, 8, 2, 11, 4, 6, 100.0, 0.05
@@ -34,8 +36,7 @@ def inputs():
     return 2 * jax.random.normal(jax.random.key(0), (BATCH, TIME, DIM))
 
 
-def close(got, expected, tolerance=2e-5):
-    np.testing.assert_allclose(got, expected, rtol=0, atol=tolerance * np.abs(expected).max())
+close = functools.partial(comparisons.close, tolerance=2e-5)
 
 
 def rotated(x, place):

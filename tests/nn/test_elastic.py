@@ -1,6 +1,7 @@
 """Elastic Memory as a layer of a model."""
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -22,6 +23,7 @@ from atlasjax.nn import (
     count_parameters,
 )
 from atlasjax.nn.elastic import bank, reconstruction
+from tests import comparisons
 
 ELASTIC = ElasticConfig(order=6, samples=5, block_size=8, context=32)
 CONFIG = ModelConfig(
@@ -47,8 +49,7 @@ def tokens(time):
     return jax.random.randint(jax.random.key(1), (2, time), 0, 40)
 
 
-def close(got, expected, tolerance=2e-5):
-    np.testing.assert_allclose(got, expected, rtol=0, atol=tolerance * np.abs(expected).max())
+close = functools.partial(comparisons.close, tolerance=2e-5)
 
 
 def test_another_reading_of_the_same_parameters():
@@ -67,7 +68,7 @@ def test_another_reading_of_the_same_parameters():
         {"rotate_memory_queries": False},
     ):  # fmt: skip
         other = run(**changes)
-        close(other[:, :8], y[:, :8], 2e-6)
+        close(other[:, :8], y[:, :8], tolerance=2e-6)
         assert np.abs(other - y)[:, 8:].max() > 1e-3, changes
     sampling.SAMPLINGS["ends"] = lambda count, length: np.linspace(0, length, count)
     try:

@@ -21,6 +21,7 @@ from atlasjax.train import state as state_lib
 from atlasjax.train.optimizer import decay_mask
 from atlasjax.train.setup import prepare
 from experiments.gam.models import MODELS, PARAMETERS
+from tests.comparisons import close
 
 BATCH, TIME, VOCAB = 2, 14, 17
 
@@ -50,11 +51,6 @@ def make(config):
 
 def tokens(time=TIME):
     return jax.random.randint(jax.random.key(0), (BATCH, time), 0, VOCAB)
-
-
-def close(got, expected, tolerance=1e-5):
-    expected = np.asarray(expected, np.float64)
-    np.testing.assert_allclose(np.asarray(got, np.float64), expected, rtol=0, atol=tolerance * np.abs(expected).max())
 
 
 def layer_norm(x, p):
@@ -99,7 +95,7 @@ def model_formula(params, row, mix):
 @pytest.mark.parametrize(("name", "mix"), [("gam", gam_formula), ("transformer", attention_formula)])
 def test_model_is_its_formula(name, mix):
     _, params, parallel = make(small(name))
-    close(parallel(params, tokens()), [model_formula(params, row, mix) for row in np.asarray(tokens())])
+    close(parallel(params, tokens()), np.stack([model_formula(params, row, mix) for row in np.asarray(tokens())]))
 
 
 @pytest.mark.parametrize("name", ["gam", "transformer"])

@@ -25,6 +25,7 @@ from atlasjax.nn import (
 )
 from atlasjax.nn.mixers import MIXERS
 from atlasjax.nn.parameters import values
+from tests import comparisons
 from tests.marks import some_slow
 from tests.nn.cases import HYBRIDS
 
@@ -80,10 +81,7 @@ def inputs(seed=0):
     return jax.random.normal(jax.random.key(seed), (BATCH, TIME, DIM))
 
 
-def close(got, expected, tolerance=3e-5):
-    """Relative to the largest expected number."""
-    expected = np.asarray(expected, np.float64)
-    np.testing.assert_allclose(np.asarray(got, np.float64), expected, rtol=0, atol=tolerance * np.abs(expected).max())
+close = functools.partial(comparisons.close, tolerance=3e-5)
 
 
 # ---- definitions of one row, token by token ----

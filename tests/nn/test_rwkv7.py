@@ -15,6 +15,7 @@ import pytest
 from flax import nnx
 
 from atlasjax.nn import MIXERS, ModelConfig, RWKV7Config, abstract_model
+from tests import comparisons
 from tests.marks import some_slow
 
 BATCH, TIME = 2, 9
@@ -41,8 +42,7 @@ def tokens():
     return np.random.default_rng(0).integers(0, CONFIG.vocab_size, (BATCH, TIME))
 
 
-def close(got, expected):
-    np.testing.assert_allclose(got, expected, atol=2e-5 * np.abs(np.asarray(expected)).max(), rtol=0)
+close = functools.partial(comparisons.close, tolerance=2e-5)
 
 
 # In a pattern only the first of two layers has values that the others see, and its state is one of several.

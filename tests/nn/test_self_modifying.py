@@ -12,6 +12,7 @@ from flax import nnx
 
 from atlasjax.nn import ModelConfig, SelfModifyingConfig
 from atlasjax.nn.mixers import MIXERS
+from tests import comparisons
 from tests.nn.self_modifying_formula import self_modifying
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
@@ -44,8 +45,7 @@ def scaled(steps, memory):
     return params
 
 
-def close(got, expected, tolerance=2e-5):
-    np.testing.assert_allclose(got, expected, rtol=0, atol=tolerance * np.abs(expected).max())
+close = functools.partial(comparisons.close, tolerance=2e-5)
 
 
 @pytest.mark.parametrize(("bounded", "steps", "memory"), [(True, 45, 1), (True, 3000, 4000), (False, 45, 1)])

@@ -10,38 +10,20 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from atlasjax.data.tokenizers import ByteTokenizer
 from atlasjax.distributed.mesh import MeshConfig, make_mesh
 from atlasjax.distributed.sharding import parameter_shardings
 from atlasjax.generate import SamplingConfig, context, generate
-from atlasjax.nn import AttentionConfig, LanguageModel, MemoryConfig, ModelConfig, logical_axes
+from atlasjax.nn import LanguageModel, MemoryConfig, logical_axes
 from atlasjax.nn.caching import CachingConfig
 from atlasjax.serve import BatchConfig, Batcher, ClosedError, Done, Failed, Piece, QueueFullError, Request
 from atlasjax.serve.prefixes import Prefixes
 from atlasjax.train import state as state_lib
+from tests.tiny_model import CONFIG, Ascii, model
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
 
-# Memories, keys and values of all tokens, and learned positions.
-CONFIG = ModelConfig(
-    vocab_size=256, dim=16, num_layers=2, num_heads=2, mlp_dim=32, dtype="float32", mixer=("memory", "attention"),
-    memory=MemoryConfig(rule="linear_attention", chunk_size=4), attention=AttentionConfig(), positions="learned",
-    max_positions=64, tie_embeddings=False,
-)  # fmt: skip
 SIZES = BatchConfig(slots=3, queue=4, room=64, pieces=(8, 2))
 LENGTH = 8
-
-
-class Ascii(ByteTokenizer):
-    """Every token is a character, so that a text has stop strings."""
-
-    def decode(self, ids):
-        return "".join(chr(32 + int(i) % 95) for i in ids)
-
-
-@functools.cache
-def model() -> LanguageModel:
-    return LanguageModel(CONFIG, rngs=nnx.Rngs(0))
 
 
 @functools.cache

@@ -20,7 +20,6 @@ from flax import nnx
 
 from atlasjax import cli
 from atlasjax.cli.options.serve import ServeCommand, checked
-from atlasjax.data.tokenizers import ByteTokenizer
 from atlasjax.generate import ContextFiles, SamplingConfig, generate
 from atlasjax.nn import LanguageModel, MemoryConfig, ModelConfig
 from atlasjax.serve import BatchConfig, Batcher, Worker, rendering
@@ -29,6 +28,7 @@ from atlasjax.serve.limits import Limits
 from atlasjax.serve.memories import Memories
 from atlasjax.storage import locks
 from atlasjax.train import ConfigError
+from tests.tiny_model import Ascii
 
 NEEDS = "needs the extra 'serve' (starlette, uvicorn) and OpenAI's client"
 openai = pytest.importorskip("openai", reason=NEEDS)
@@ -43,13 +43,6 @@ CONFIG = ModelConfig(
 )  # fmt: skip
 SIZES = BatchConfig(slots=4, queue=60, pieces=(16,))
 TOKEN = "a-secret"
-
-
-class Ascii(ByteTokenizer):
-    """Every token is a character."""
-
-    def decode(self, ids):
-        return "".join(chr(32 + int(i) % 95) for i in ids)
 
 
 @functools.cache

@@ -9,27 +9,17 @@ from atlasjax import memory, rules
 from atlasjax.memory.softmax import SoftmaxRule
 from atlasjax.memory.softmax.init import init_state
 from tests.marks import each_name, some_slow
-from tests.memory.cases import assert_close, steps
+from tests.memory.cases import assert_close, objective, steps
 from tests.memory.softmax.cases import MATRIX, RULES, make_inputs
 
 EXACT = 1e-9  # two forms of one function in float64
-
-
-def objective(fn, rule, state, params, q, k, v, gates, **kwargs):
-    """A scalar that every output and every state leaf enters with its own weight; and those."""
-    y, state = fn(rule, params, state, q, k, v, gates, **kwargs)
-    total = jnp.sum(y * jnp.cos(jnp.arange(y.size)).reshape(y.shape))
-    for leaf in jax.tree.leaves(state):
-        if jnp.issubdtype(leaf.dtype, jnp.floating):
-            total += jnp.sum(jnp.sin(leaf + jnp.arange(leaf.size).reshape(leaf.shape)))
-    return total, (y, state)
 
 
 def both(rule):
     """Jitted value-and-gradient functions of the reference and of the engine, of (state, params, q, k, v, gates)."""
     functions = []
     for fn in (memory.reference, memory.scan):
-        run = lambda *args, fn=fn: objective(fn, rule, *args)
+        run = lambda state, *args, fn=fn: objective(fn, rule, *args, state)
         functions.append(jax.jit(jax.value_and_grad(run, argnums=(1, 2, 3, 4, 5), has_aux=True)))
     return functions
 

@@ -12,6 +12,7 @@ import pytest
 from atlasjax.mixers.elastic import attention as A
 from atlasjax.mixers.elastic import banks, hippo, sampling
 from atlasjax.mixers.rotary import rotate
+from tests.comparisons import close, close_with_gradients
 from tests.marks import if_slow
 
 BATCH, HEADS, KEY, VALUE, THETA = 2, 2, 4, 6, 100.0
@@ -59,12 +60,6 @@ def definition(q, k, v, size=SIZE, r=R, discretization="zoh", rotated=True):
     return jnp.stack(outputs, axis=1)
 
 
-def close(got, expected, tolerance=1e-5):
-    """Relative to the largest expected number."""
-    expected = np.asarray(expected, np.float64)
-    np.testing.assert_allclose(np.asarray(got, np.float64), expected, rtol=0, atol=tolerance * np.abs(expected).max())
-
-
 def parallel(q, k, v, size=SIZE, r=R, discretization="zoh", rotated=True, **options):
     matrices = bank(A.blocks_needed(q.shape[1], size), size, discretization)
     return A.attention(q, k, v, matrices, r, rope_theta=THETA, rotate_memory_queries=rotated, **options)
@@ -76,15 +71,8 @@ def parallel(q, k, v, size=SIZE, r=R, discretization="zoh", rotated=True, **opti
 )
 def test_values_and_gradients(time, options):
     x = arrays(time)
-    weights = jax.random.normal(jax.random.key(9), (BATCH, time, HEADS, VALUE))
-    run = lambda f: jax.jit(
-        jax.value_and_grad(lambda x: (lambda y: (jnp.sum(weights * y), y))(f(*x, **options)), has_aux=True)
-    )(x)
-    (_, expected), expected_gradients = run(definition)
-    (_, y), gradients = run(parallel)
-    close(y, expected)
-    for got, want in zip(gradients, expected_gradients):
-        close(got, want, 2e-5)
+    with_options = lambda f: lambda *x: f(*x, **options)
+    close_with_gradients(with_options(parallel), with_options(definition), x, (BATCH, time, HEADS, VALUE))
 
 
 def test_gradients_cross_blocks_and_the_future_is_unseen():
