@@ -151,10 +151,10 @@ def plain_array(owner: str, name: str, value: object) -> None:
 
 
 def require(condition: bool, name: str, value: object, what: str) -> None:
-    """Raise ValueError "{name} is {value}; it should be {what}." unless `condition` holds; `name` is a command-line option."""
+    """Raise ValueError "{name} is {value}; it must be {what}." unless `condition` holds; `name` is a command-line option."""
     if not condition:
         beyond = " It has more than 64 bits." if isinstance(value, int) and abs(value) > MOST else ""
-        raise ValueError(f"{name} is {shown(value)}; it should be {what}.{beyond}")
+        raise ValueError(f"{name} is {shown(value)}; it must be {what}.{beyond}")
 
 
 def shown(value: object) -> str:

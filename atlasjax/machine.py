@@ -43,7 +43,7 @@ def check_fits(name: str, value: int, least: int, each: int, available: int | No
     if available is None or needed <= available:
         return
     most = (available - least) // each if each else 0
-    can = f"it should be at most {most:,}" if most >= 1 else "not even 1 fits"
+    can = f"it must be at most {most:,}" if most >= 1 else "not even 1 fits"
     raise ValueError(
         f"{name} is {shown(value)}, for which {what} would take {shown(needed // GIB)} GiB; {can}, with {available / GIB:,.1f} GiB "
         "of memory."

@@ -62,7 +62,7 @@ def resolve(kind: str, name: str, table: Mapping[str, object]) -> Any:
             return known
     module_name, _, path = name.partition(":")
     if "" in (*module_name.split("."), *path.split(".")):
-        raise ValueError(f"{kind} is {name!r:.200}; it should be like 'package.module:object'.")
+        raise ValueError(f"{kind} is {name!r:.200}; it must be like 'package.module:object'.")
     trusted.admit(kind, name)
     try:
         found: Any = importlib.import_module(module_name)

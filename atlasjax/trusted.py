@@ -43,7 +43,7 @@ def trust(*modules: str) -> None:
     for module in modules:
         if not isinstance(module, str) or "" in module.split(".") or ":" in module:
             raise ValueError(
-                f"trust: {module!r} is not the name of a module; it should be like 'my_parts' or 'my_package.rules'."
+                f"trust: {module!r} is not the name of a module; it must be like 'my_parts' or 'my_package.rules'."
             )
     _modules.update(modules)
 

@@ -45,7 +45,7 @@ class Segments(NamedTuple):
         ):
             if x.shape != shape or time % chunk_size:
                 raise ValueError(
-                    f"{where}: segments.{name} has shape {x.shape}, should be {shape}, for {time} tokens in whole chunks of "
+                    f"{where}: segments.{name} has shape {x.shape}, must be {shape}, for {time} tokens in whole chunks of "
                     f"{chunk_size}."
                 )
 
@@ -114,17 +114,15 @@ def check_rule(
     wanted = {"q": (q, sizes[:4]), "k": (k, sizes[:4]), "v": (v, (*sizes[:3], sizes[4])), **others(*sizes)}
     for name, (x, shape) in wanted.items():
         if x is not None and (x.shape != shape or not time):
-            raise ValueError(
-                f"{where}: {name} has shape {x.shape}, should be {shape}, with q {q.shape} and v {v.shape}."
-            )
+            raise ValueError(f"{where}: {name} has shape {x.shape}, must be {shape}, with q {q.shape} and v {v.shape}.")
     if not (q.dtype == k.dtype == v.dtype and q.dtype in DTYPES):
         raise ValueError(
             f"{where}: q, k, v are {q.dtype}, {k.dtype}, {v.dtype}, should all be float32 or all bfloat16."
         )
     if implementation not in implementations:
-        raise ValueError(f"{where}: implementation={implementation!r}, should be one of {implementations}.")
+        raise ValueError(f"{where}: implementation={implementation!r}, must be one of {implementations}.")
     if chunk_size < 8 or chunk_size & (chunk_size - 1):
-        raise ValueError(f"{where}: chunk_size={chunk_size}, should be a power of two ≥ 8.")
+        raise ValueError(f"{where}: chunk_size={chunk_size}, must be a power of two ≥ 8.")
     if segments is not None:
         segments.check(where, batch, time, chunk_size)
 

@@ -35,7 +35,7 @@ NAN = float("nan")
         (lambda: check.boolean("f", "b", 1), "f: b must be True or False, got 1."),
         (lambda: check.choice("f", "c", "x", ("a", "b")), "f: c must be 'a' or 'b', got 'x'."),
         (lambda: check.instance("f", "o", 1, str), "f: o must be a str, got 1."),
-        (lambda: check.require(False, "steps", 0, "at least 1"), "steps is 0; it should be at least 1."),
+        (lambda: check.require(False, "steps", 0, "at least 1"), "steps is 0; it must be at least 1."),
     ],
 )
 def test_refused(call, words):

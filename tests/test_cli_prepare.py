@@ -101,7 +101,7 @@ def test_baselines_of_prepared_data_are_those_of_its_text(prepared, monkeypatch)
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["prepare", "--out", "x", "--workers", "0"], "workers is 0; it should be at least 1"),
+        (["prepare", "--out", "x", "--workers", "0"], "workers is 0; it must be at least 1"),
         (["prepare", "--out", "x", "--data.source", "text", "--data.paths", "nowhere"], "'nowhere' does not exist"),
         (["prepare", "--out", "x", "--data.errors", "skip"], "source 'embedded' has no bytes to decode"),
         (

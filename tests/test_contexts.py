@@ -148,7 +148,7 @@ def test_files_of_another_model(empty, tmp_path):
     params = memory.init_params(rule, jax.random.key(0), num_heads=1, key_dim=2, value_dim=2)
     memory.save(rule, params, memory.init_state(rule, params, batch_size=1), file)
     with pytest.raises(
-        ValueError, match="is a file of the state of a memory; it should be one of the memory of a language"
+        ValueError, match="is a file of the state of a memory; it must be one of the memory of a language"
     ):
         load_context(model(), file)
 
@@ -156,12 +156,12 @@ def test_files_of_another_model(empty, tmp_path):
 def test_refused(empty):
     with pytest.raises(ValueError, match="context has 2 rows; the prompt has 3, so it should have 1 or 3"):
         stream(model(), ids(b"a", b"b", b"c"), 1, context=empty.rows([0, 0]))
-    with pytest.raises(ValueError, match="num_samples is 0; it should be at least 1"):
+    with pytest.raises(ValueError, match="num_samples is 0; it must be at least 1"):
         stream(model(), ids(b"a"), 1, num_samples=0)
     full = dataclasses.replace(empty, num_tokens=np.array([60], np.int32))
     with pytest.raises(ValueError, match=r"65 tokens, but the model has learned positions for max_positions=64"):
         stream(model(), ids(b"abc"), 2, context=full)
-    with pytest.raises(ValueError, match=r"prompt is object \[\]; it should be an integer array"):
+    with pytest.raises(ValueError, match=r"prompt is object \[\]; it must be an integer array"):
         stream(model(), None, 1)
 
 
@@ -214,9 +214,9 @@ def test_command(whole, command, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--min-p", "2"], "min_p is 2.0; it should be in (0, 1]"),
-        (["--repetition-penalty", "0"], "repetition_penalty is 0.0; it should be positive"),
-        (["--samples", "0"], "samples is 0; it should be at least 1"),
+        (["--min-p", "2"], "min_p is 2.0; it must be in (0, 1]"),
+        (["--repetition-penalty", "0"], "repetition_penalty is 0.0; it must be positive"),
+        (["--samples", "0"], "samples is 0; it must be at least 1"),
         (["--stop", ""], "stop is ''; a stop string should have at least one character"),
         (["--prompt-file", "latin.txt", "--prompt", "a"], "--prompt and --prompt-file latin.txt both give the text"),
         (["--prompt-file", "latin.txt", "--prompt", ""], "--prompt and --prompt-file latin.txt both give the text"),

@@ -132,7 +132,7 @@ def raw(file: pathlib.Path, about: str, arrays: dict[str, np.ndarray]) -> None:
 def test_other_damage_to_a_memory(kept, tmp_path):
     arrays, about = kept
     file = tmp_path / "a.memory"
-    for text, words in (("{", "is not JSON"), ("[]", "should be an object"), ("3", "should be an object"), ("", "is not JSON"),
+    for text, words in (("{", "is not JSON"), ("[]", "must be an object"), ("3", "must be an object"), ("", "is not JSON"),
                         (DEEP, "levels deep"), (DEEPER_THAN_WE_READ, "levels deep")):  # fmt: skip
         raw(file, text, arrays)
         refused(lambda: files().load(file), repr(str(file)), words)

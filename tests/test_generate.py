@@ -151,7 +151,7 @@ def test_refused_tokens(token):
 @pytest.mark.parametrize("value", [10**20, 10**400, 2.5, True])
 @pytest.mark.parametrize("name", ["num_tokens", "num_samples"])
 def test_refused_amounts(name, value):
-    with pytest.raises(ValueError, match=f"^{name} is .*; it should be ") as error:
+    with pytest.raises(ValueError, match=f"^{name} is .*; it must be ") as error:
         generate(model(), PROMPT, **{"num_tokens": 2, name: value})
     assert len(str(error.value).splitlines()) == 1
 
@@ -160,13 +160,13 @@ def test_what_does_not_fit_in_memory_is_refused_before_it_is_made(monkeypatch):
     """A state of constant size: the number of texts decides. One that keeps every token: the number of tokens too."""
     text = sum(x.nbytes for x in jax.tree.leaves(read(model(), PROMPT[:1]).cache))
     monkeypatch.setattr(room, "available_bytes", lambda: 100 * text)
-    with pytest.raises(ValueError, match=r"^num_samples is 50, for which .* it should be at most 4\d, with "):
+    with pytest.raises(ValueError, match=r"^num_samples is 50, for which .* it must be at most 4\d, with "):
         generate(model(), PROMPT, 2, num_samples=50)
     assert read(model(), PROMPT, max_length=10**9).max_length == 10**9  # room that such a state does not need
     keeps = LanguageModel(dataclasses.replace(CONFIG, mixer="attention"), rngs=nnx.Rngs(0))
     per_token = 2 * 2 * 2 * 8 * 4  # layers · (key and value) · heads · channels · bytes
     monkeypatch.setattr(room, "available_bytes", lambda: 1000 * 2 * per_token)
-    with pytest.raises(ValueError, match=r"^num_tokens is 5000, for which .* it should be at most 9\d\d, with"):
+    with pytest.raises(ValueError, match=r"^num_tokens is 5000, for which .* it must be at most 9\d\d, with"):
         generate(keeps, PROMPT, 5000)
     with pytest.raises(ValueError, match=r"^max_length is 5000, for which"):
         read(keeps, PROMPT, max_length=5000)
@@ -175,5 +175,5 @@ def test_what_does_not_fit_in_memory_is_refused_before_it_is_made(monkeypatch):
 
 @pytest.mark.parametrize(("num_tokens", "block"), [(0, 1), (1, 0)])
 def test_refused_lengths(num_tokens, block):
-    with pytest.raises(ValueError, match="is 0; it should be at least 1"):
+    with pytest.raises(ValueError, match="is 0; it must be at least 1"):
         next(stream(model(), PROMPT, num_tokens, block=block))

@@ -199,7 +199,7 @@ def test_a_slice_that_will_not_come_is_not_waited_for(stubs, tmp_path, state, be
 def test_what_is_no_state_is_not_waited_for_long(stubs, tmp_path, state):
     (tmp_path / "states").write_text(f"NOT_FOUND {state}")
     found = launch("tpu_vm.sh", "create", code=1)
-    assert "for the tenth time; it should become ACTIVE." in found.stderr
+    assert "for the tenth time; it must become ACTIVE." in found.stderr
     assert len(stubs()) == 12
 
 

@@ -10,7 +10,7 @@ def test_the_largest_that_fits():
     machine.check_fits("n", 10, 0, 10, 100, "it")
     machine.check_fits("n", 10**400, 0, 10, None, "it")
     for value, least, each, said in (
-        (11, 0, 10, "n is 11, for which it would take 0 GiB; it should be at most 10, with 0.0 GiB of memory."),
+        (11, 0, 10, "n is 11, for which it would take 0 GiB; it must be at most 10, with 0.0 GiB of memory."),
         (
             10**400,
             50,

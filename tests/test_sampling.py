@@ -107,16 +107,16 @@ def test_a_temperature_that_is_infinite_in_float32_draws_from_all_tokens():
     ("changes", "words"),
     [
         *(
-            ({name: 10**400}, f"{name} is an integer of more than 300 digits; it should be ")
+            ({name: 10**400}, f"{name} is an integer of more than 300 digits; it must be ")
             for name in ("temperature", "top_p", "min_p", "repetition_penalty")
         ),
         ({"temperature": float("nan")}, "temperature is nan"),
         ({"temperature": float("inf")}, "temperature is inf"),
-        ({"top_k": 2.5}, "top_k is 2.5; it should be an integer"),
-        ({"min_p": 0.0}, r"min_p is 0.0; it should be in \(0, 1\]"),
+        ({"top_k": 2.5}, "top_k is 2.5; it must be an integer"),
+        ({"min_p": 0.0}, r"min_p is 0.0; it must be in \(0, 1\]"),
         ({"min_p": 1.1}, "min_p is 1.1"),
         ({"top_p": float("nan")}, "top_p is nan"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0; it should be positive"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0; it must be positive"),
         ({"repetition_penalty": float("inf")}, "repetition_penalty is inf"),
     ],
 )

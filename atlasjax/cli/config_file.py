@@ -28,7 +28,7 @@ def read_config(name: str) -> dict[str, Any]:
         elif path.suffix.lower() == ".json":
             values = json_text.parse(content, what, once=True)
         else:
-            raise ConfigError(f"config is {name!r}; it should be a file .toml or .json, or the folder of a run.")
+            raise ConfigError(f"config is {name!r}; it must be a file .toml or .json, or the folder of a run.")
     if not isinstance(values, dict):
         raise ConfigError(
             f"{what} should have fields, like those of a run's config.json; it is a {type(values).__name__}."

@@ -50,7 +50,7 @@ def parse(cls: type[T], command: str, description: str, arguments: Sequence[str]
     for option, value in numbers_of(parsed):
         if isinstance(value, int) and abs(value) > check.MOST:
             raise ConfigError(
-                f"--{option} is {check.shown(value)}; it should be an integer of 64 bits, at most {check.MOST}."
+                f"--{option} is {check.shown(value)}; it must be an integer of 64 bits, at most {check.MOST}."
             )
     with user_errors():
         trusted.trust(*getattr(parsed, "trust", ()))
@@ -120,9 +120,7 @@ def _unreadable(said: str, text: str) -> str | None:
     if values is None or wanted is None:
         return None
     optional, kind = wanted.startswith("{None}|"), wanted.removeprefix("{None}|")
-    return (
-        f"{option} is {values[1] or values[2]}; it should be {_TYPES.get(kind, kind)}{' or None' if optional else ''}."
-    )
+    return f"{option} is {values[1] or values[2]}; it must be {_TYPES.get(kind, kind)}{' or None' if optional else ''}."
 
 
 def pop_option(arguments: Sequence[str], name: str) -> tuple[str | None, list[str]]:

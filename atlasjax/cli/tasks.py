@@ -232,7 +232,7 @@ def _prefix(tokenizer: Tokenizer, ends: TextEnds, given: int | None) -> int:
     """The token before documents. Texts of a run that was not imported have no token for their beginning."""
     if given is not None:
         if not is_integer(given, 0) or given >= tokenizer.vocab_size:
-            raise ConfigError(f"prefix_token is {given}; it should be in [0, {tokenizer.vocab_size}).")
+            raise ConfigError(f"prefix_token is {given}; it must be in [0, {tokenizer.vocab_size}).")
         return given
     own = [token for token in (ends.begin, *ends.ends) if token is not None]
     if own:

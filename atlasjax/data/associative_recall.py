@@ -144,7 +144,7 @@ def recall_accuracy(logits: "np.ndarray | jax.Array", labels: "np.ndarray | jax.
     """
     if logits.ndim != 3 or logits.shape[:2] != labels.shape:
         raise ValueError(
-            f"recall_accuracy: logits has shape {logits.shape}, should be [n, length, vocab_size] with labels' "
+            f"recall_accuracy: logits has shape {logits.shape}, must be [n, length, vocab_size] with labels' "
             f"[n, length] = {labels.shape}."
         )
     asked = labels != IGNORE

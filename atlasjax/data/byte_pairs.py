@@ -62,7 +62,7 @@ class BpeTokenizer(WithControl):
         ids = vocabulary.values()
         if not ids or max(ids) >= _MAX_IDS * len(ids):
             raise ValueError(
-                f"The tokenizer {name!r} has {len(ids)} tokens and ids up to {max(ids, default=0)}; ids should be below {_MAX_IDS} "
+                f"The tokenizer {name!r} has {len(ids)} tokens and ids up to {max(ids, default=0)}; ids must be below {_MAX_IDS} "
                 "times the number of tokens."
             )
         # After the check, because it writes every id out.

@@ -26,7 +26,7 @@ def pick(index: int, weights: Sequence[int]) -> tuple[int, int]:
         if (index + 1) * weight // rest > before:
             return number, before
         index, rest = index - before, rest - weight
-    raise ValueError(f"weights is {weights}; it should be positive integers.")
+    raise ValueError(f"weights is {weights}; it must be positive integers.")
 
 
 class Mixed(grain.MapDataset):

@@ -65,9 +65,7 @@ class BatchIterator(Iterator[Batch]):
             or set(state) != {"pipeline", "position"}
             or not isinstance(state["pipeline"], dict)
         ):
-            raise ValueError(
-                "This is not a data position: it should be a dict with the keys 'pipeline' and 'position'."
-            )
+            raise ValueError("This is not a data position: it must be a dict with the keys 'pipeline' and 'position'.")
         # Older positions do not have them.
         later = ("max_segments", "tokens_crc32")
         saved = {name: value for name, value in self._identity.items() if name in later} | state["pipeline"]
@@ -188,7 +186,7 @@ def make_pipeline(
       FileNotFoundError: as `load_documents`.
     """
     if not 0 <= process_index < process_count:
-        raise ValueError(f"process_index is {process_index}; it should be in [0, {process_count}), process_count.")
+        raise ValueError(f"process_index is {process_index}; it must be in [0, {process_count}), process_count.")
     if config.batch_size % process_count:
         raise ValueError(f"batch_size {config.batch_size} is not divisible by process_count {process_count}.")
     repeat = split == "train" if repeat is None else repeat

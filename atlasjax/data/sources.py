@@ -118,7 +118,7 @@ class _Sequence:
             text = self._texts[index]
         if not isinstance(text, str):
             raise ValueError(
-                f"data source {self._source!r}: document {index} is a {type(text).__name__}; it should be a str."
+                f"data source {self._source!r}: document {index} is a {type(text).__name__}; it must be a str."
             )
         return text
 
@@ -133,7 +133,7 @@ def _own(config: DataConfig, split: Split) -> Documents:
     make = resolve(kind, config.source, {})
     texts = call_with(kind, config.source, make, options=config.source_options, but=(OSError,), **keywords)
     if isinstance(texts, str) or not (hasattr(texts, "__len__") and hasattr(texts, "__getitem__")):
-        raise ValueError(f"{kind} {config.source!r} gave a {type(texts).__name__}; it should be a sequence of strings.")
+        raise ValueError(f"{kind} {config.source!r} gave a {type(texts).__name__}; it must be a sequence of strings.")
     return _Sequence(config.source, texts)
 
 

@@ -196,7 +196,7 @@ def json_documents(
         text = "" if found[field] is None else found[field]
         if not isinstance(text, str):
             raise ValueError(
-                f"{where}: field {field!r} is a {type(text).__name__}; it should be a string (--data.column)."
+                f"{where}: field {field!r} is a {type(text).__name__}; it must be a string (--data.column)."
             )
         yield _whole(text, errors, where)
 

@@ -109,7 +109,7 @@ class Tokenizer(Protocol):
 def checked_text(text: object) -> str:
     """`text`, if it is one. Raises ValueError."""
     if not isinstance(text, str):
-        raise ValueError(f"text is {text!r:.200}, a {type(text).__name__}; it should be a str.")
+        raise ValueError(f"text is {text!r:.200}, a {type(text).__name__}; it must be a str.")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -125,7 +125,7 @@ def checked_ids(ids: Iterable[int], vocab_size: int) -> list[int]:
     if not array.size:
         return []
     if not np.issubdtype(array.dtype, np.integer):
-        raise ValueError(f"Token ids are {array.dtype}, such as {array[0]!r:.80}; they should be integers.")
+        raise ValueError(f"Token ids are {array.dtype}, such as {array[0]!r:.80}; they must be integers.")
     wrong = (array < 0) | (array >= vocab_size)
     if wrong.any():
         raise ValueError(f"Token id {array[wrong][0]} is outside the tokenizer's vocabulary of {vocab_size}.")

@@ -85,7 +85,7 @@ def _new_tokenizer(config: DataConfig, texts: Iterable[str] | None) -> Tokenizer
         return ByteTokenizer()
     if not argument:
         what = "bpe:<vocabulary size> or bpe:<path>" if kind == "bpe" else "sentencepiece:<path>"
-        raise ValueError(f"tokenizer is {config.tokenizer!r}; it should be {what}.")
+        raise ValueError(f"tokenizer is {config.tokenizer!r}; it must be {what}.")
     if (size := _size_to_train(config)) is not None:
         if texts is None:
             texts = in_order(load_documents(config, "train"))

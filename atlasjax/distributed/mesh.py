@@ -107,7 +107,7 @@ def crossing_axis(shape: Mapping[str, int], slices: int) -> str:
     crossing = next((axis for axis in ("data", "fsdp") if shape[axis] % slices == 0), None)
     if crossing is None:
         raise ValueError(
-            f"mesh.data is {shape['data']} and mesh.fsdp is {shape['fsdp']}; one of them should be a multiple of {slices}, the "
+            f"mesh.data is {shape['data']} and mesh.fsdp is {shape['fsdp']}; one of them must be a multiple of {slices}, the "
             "number of slices."
         )
     return crossing

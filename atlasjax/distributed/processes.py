@@ -63,7 +63,7 @@ def initialize(config: ProcessConfig, facts: Mapping[str, object] | None = None)
 
     Args:
       config: the processes.
-      facts: what should be the same in all processes, as JSON (see `train.preflight`); compared before they are connected.
+      facts: what must be the same in all processes, as JSON (see `train.preflight`); compared before they are connected.
 
     Returns:
       The host name of each process; empty if the config asks for none, or jax was initialized before.

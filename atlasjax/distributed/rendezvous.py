@@ -57,7 +57,7 @@ def meet(
       coordinator: "host:port", where process 0 listens. The port is free again afterwards.
       num_processes: number of processes.
       process_id: index of this process.
-      facts: what should be the same in all processes, as JSON. Nested mappings are compared entry by entry.
+      facts: what must be the same in all processes, as JSON. Nested mappings are compared entry by entry.
       timeout: seconds to wait for the others.
 
     Returns:

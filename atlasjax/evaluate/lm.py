@@ -122,11 +122,11 @@ def evaluate_stream(
             raise TypeError(f"evaluate_stream: {name} must be integers, got {np.asarray(array).dtype}.")
     tokens = np.atleast_2d(np.asarray(tokens))
     if tokens.ndim != 2 or tokens.shape[1] < 2:
-        raise ValueError(f"tokens has shape {tokens.shape}; it should be [streams, time] with at least two tokens.")
+        raise ValueError(f"tokens has shape {tokens.shape}; it must be [streams, time] with at least two tokens.")
     check.require(check.is_integer(piece, 1, kinds=numbers.Integral), "piece", piece, "a positive integer")
     check_tokens(tokens, model.config.vocab_size, "tokens")
     if sizes is not None and np.atleast_2d(sizes).shape != tokens.shape:
-        raise ValueError(f"sizes has shape {np.shape(sizes)}; it should be that of tokens, {tokens.shape}.")
+        raise ValueError(f"sizes has shape {np.shape(sizes)}; it must be that of tokens, {tokens.shape}.")
     model.check_length(tokens.shape[1] - 1, "tokens")
     graphdef, params = nnx.split(model, nnx.Param)
     tokens = tokens.astype(np.int32)

@@ -38,7 +38,7 @@ def fit_ngram(data: bytes, order: int) -> ByteNgram:
       ValueError: order is not in [1, 7], or the text is too short to be split.
     """
     if not 1 <= order <= 7:
-        raise ValueError(f"order is {order}; it should be in [1, 7] (a k-gram is kept in 64 bits).")
+        raise ValueError(f"order is {order}; it must be in [1, 7] (a k-gram is kept in 64 bits).")
     array = _as_array(data, "training text")
     cut = int(len(array) * _FIT_SHARE)
     if not cut:

@@ -314,7 +314,7 @@ class Scorer:
         array = array_of(name, row)
         if array.ndim != 1 or not array.size or not np.issubdtype(array.dtype, np.integer):
             raise ValueError(
-                f"{name} is {array.dtype} {list(array.shape)}; it should be integers [time] with at least one token."
+                f"{name} is {array.dtype} {list(array.shape)}; it must be integers [time] with at least one token."
             )
         check_tokens(array, self.model.config.vocab_size, name)
         return array.astype(np.int32)

@@ -147,7 +147,7 @@ def rows_of(prompt: ArrayLike | None, vocab_size: int) -> list[np.ndarray]:
     for array in arrays:
         if array.ndim != 2 or 0 in array.shape or not np.issubdtype(array.dtype, np.integer):
             raise ValueError(
-                f"prompt is {array.dtype} {list(array.shape)}; it should be an integer array [batch, time] with at least one "
+                f"prompt is {array.dtype} {list(array.shape)}; it must be an integer array [batch, time] with at least one "
                 "token, or a list of such rows."
             )
         check_tokens(array, vocab_size, "prompt")
@@ -165,7 +165,7 @@ def array_of(name: str, value: ArrayLike | None) -> np.ndarray:
     try:
         return np.asarray(value)
     except (TypeError, ValueError):
-        raise ValueError(f"{name} is {str(value)[:60]}; it should be an array of integers.") from None
+        raise ValueError(f"{name} is {str(value)[:60]}; it must be an array of integers.") from None
 
 
 def check_tokens(tokens: np.ndarray, vocab_size: int, where: str) -> None:

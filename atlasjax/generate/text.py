@@ -42,7 +42,7 @@ class TextStream:
         self, tokenizer: Decodes, before: Iterable[int] = (), stop: Sequence[str] = (), end_tokens: Iterable[int] = ()
     ):
         if isinstance(stop, str) or not all(isinstance(one, str) for one in stop):
-            raise ValueError(f"stop is {stop!r:.200}; it should be a sequence of strings.")
+            raise ValueError(f"stop is {stop!r:.200}; it must be a sequence of strings.")
         if "" in stop:
             raise ValueError("stop is ''; a stop string should have at least one character.")
         self.stopped = False

@@ -36,7 +36,7 @@ def check(folder: pathlib.Path, names: Iterable[str]) -> None:
     except UnicodeDecodeError:
         lines = [None]
     if None in lines:
-        raise ConfigError(f"{str(sums)!r} is damaged; each line should be a SHA-256 and the name of a file.")
+        raise ConfigError(f"{str(sums)!r} is damaged; each line must be a SHA-256 and the name of a file.")
     expected = {line[2]: line[1] for line in lines if line is not None}
     for name in names:
         if expected.get(name) not in (None, _sum(folder / name)):

@@ -166,10 +166,10 @@ def _source(path: str, revision: str | None) -> tuple[pathlib.Path, tuple[str, .
         revision = revision or given or None
     if name == path and (os.path.lexists(path) or not hub.is_name(path)):
         if revision is not None:
-            raise ConfigError(f"revision is {revision!r}, but {path!r} is a folder; it should be a name, OWNER/NAME.")
+            raise ConfigError(f"revision is {revision!r}, but {path!r} is a folder; it must be a name, OWNER/NAME.")
         return local_path(path), ()
     if not hub.is_name(name):
-        raise ConfigError(f"{path!r} is not the name of a repository; it should be OWNER/NAME.")
+        raise ConfigError(f"{path!r} is not the name of a repository; it must be OWNER/NAME.")
     try:
         source = hub.snapshot(name, revision, wanted=_WANTED, but=_NOT_WANTED)
     except StoreError as error:
@@ -295,23 +295,23 @@ def _checked(
     if missing:
         has = f" The files have {listed(unknown)}, which it has not." if unknown else ""
         if {*missing} == {"lm_head.weight"}:
-            has += " If the embedding is the head, tie_word_embeddings should be true in config.json."
+            has += " If the embedding is the head, tie_word_embeddings must be true in config.json."
         raise ConfigError(f"{name}: the tensors {listed(dict.fromkeys(missing))} are missing.{has}")
     if unknown:
         raise ConfigError(f"{name} has no tensors {listed(unknown)} in the form that config.json describes.")
     for tensor, shape in shapes.items():
         if there[tensor].shape != shape:
-            raise ConfigError(f"{name}: tensor {tensor!r} has shape {there[tensor].shape}, should be {shape}.")
+            raise ConfigError(f"{name}: tensor {tensor!r} has shape {there[tensor].shape}, must be {shape}.")
         if there[tensor].dtype not in tensors.DTYPES:
             raise ConfigError(
-                f"{name}: tensor {tensor!r} is {there[tensor].dtype}, should be {', '.join(tensors.DTYPES)}."
+                f"{name}: tensor {tensor!r} is {there[tensor].dtype}, must be {', '.join(tensors.DTYPES)}."
             )
     main = {piece.path: piece.names[0] for piece in found if not piece.copy}
     for piece in found:
         if piece.copy and not _same(folder, piece.names[0], main[piece.path]):
             raise ConfigError(
                 f"{name}: tensor {piece.names[0]!r} should repeat {main[piece.path]!r}, and does not. If it is a head of its own, "
-                "tie_word_embeddings should be false in config.json."
+                "tie_word_embeddings must be false in config.json."
             )
     return found
 

@@ -201,7 +201,7 @@ class Fields:
         found = round(value)
         if not math.isclose(value, found, rel_tol=1e-9) or not 1 <= found <= self._sizes.axis:
             raise ConfigError(
-                f"config.json of {self._name}: {name} gives {value:g} {what}; it should be a whole number, at most "
+                f"config.json of {self._name}: {name} gives {value:g} {what}; it must be a whole number, at most "
                 f"{self._sizes.axis:,}."
             )
         return found
@@ -271,7 +271,7 @@ class Fields:
         return default if value is None else value
 
     def _wrong(self, name: str, value: object, what: str) -> ConfigError:
-        return ConfigError(f"config.json of {self._name}: {name} is {shown(value)}; it should be {what}.")
+        return ConfigError(f"config.json of {self._name}: {name} is {shown(value)}; it must be {what}.")
 
 
 def given_dtype(given: Mapping[str, object]) -> object:

@@ -148,7 +148,7 @@ def _gated_deltanet(given: Mapping[str, object], sizes: Sizes) -> ModelConfig:
     head_dim = fields.integer("head_dim", size or 256)
     if size not in (None, head_dim):
         raise ConfigError(
-            f"config.json of {name}: expand_k is {expand:g}; it should be {head_dim * heads / dim:g} or missing, since head_dim is "
+            f"config.json of {name}: expand_k is {expand:g}; it must be {head_dim * heads / dim:g} or missing, since head_dim is "
             f"{head_dim}."
         )
     shared = shared_fields(fields, dim)

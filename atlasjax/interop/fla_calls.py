@@ -50,16 +50,16 @@ _IGNORED = {
 }  # fmt: skip
 # Options that change the result: what to give in their place.
 _INSTEAD = {
-    "normalize": "it should be False: a memory does not divide by sums of scores; a channel of ones in v gives them",
-    "use_p_times_alpha": "it should be True, as published",
-    "use_gate_in_kernel": "it should be False, with g = -exp(A_log) * softplus(g + dt_bias)",
-    "use_beta_sigmoid_in_kernel": "it should be False, with beta = sigmoid(beta), or twice that with allow_neg_eigval",
-    "allow_neg_eigval": "it should be False, with beta = 2 * sigmoid(beta)",
+    "normalize": "it must be False: a memory does not divide by sums of scores; a channel of ones in v gives them",
+    "use_p_times_alpha": "it must be True, as published",
+    "use_gate_in_kernel": "it must be False, with g = -exp(A_log) * softplus(g + dt_bias)",
+    "use_beta_sigmoid_in_kernel": "it must be False, with beta = sigmoid(beta), or twice that with allow_neg_eigval",
+    "allow_neg_eigval": "it must be False, with beta = 2 * sigmoid(beta)",
     "cu_seqlens": "give memory.scan segment_ids = np.repeat(np.arange(len(cu_seqlens) - 1), np.diff(cu_seqlens))[None]",
-    "reverse": "it should be False: flip the time axis of the arguments and of the output",
+    "reverse": "it must be False: flip the time axis of the arguments and of the output",
     "head_first": "it has been removed: axes are [batch, time, heads, dim]",
-    "return_intermediate_states": "it should be False: memory.scan returns the final state",
-    "cp_context": "it should be None: memory.scan takes a partition",
+    "return_intermediate_states": "it must be False: memory.scan returns the final state",
+    "cp_context": "it must be None: memory.scan takes a partition",
 }
 
 
@@ -140,7 +140,7 @@ def _named(
     """Arrays by their names, and the options that are not among them."""
     names = list(peer.arrays)
     if len(arguments) > len(names):
-        raise TypeError(f"{where}: got {len(arguments)} positional arguments, should be at most {len(names)}.")
+        raise TypeError(f"{where}: got {len(arguments)} positional arguments, must be at most {len(names)}.")
     both = dict(zip(names, arguments))
     for name in names:
         if name in options:
@@ -187,7 +187,7 @@ def _checked(peer: Peer, given: dict[str, Arrays], where: str) -> tuple[dict[str
             sizes = dict(zip(letters, x.shape)) | sizes
             if sizes.get("n", sizes["h"]) % sizes["h"]:
                 raise ValueError(
-                    f"{where}: v has {sizes['n']} heads, should be a multiple of {sizes['h']}, as q and k have."
+                    f"{where}: v has {sizes['n']} heads, must be a multiple of {sizes['h']}, as q and k have."
                 )
     sizes.setdefault("n", sizes["h"])
     arrays = {}

@@ -65,12 +65,12 @@ def _lower_bound(given: dict[str, object]) -> float | None:
     """The lower bound of the logarithm of the decay, which decides by itself which gate the peer computes."""
     safe, bound = given.pop("safe_gate", False), given.pop("lower_bound", None)
     if safe not in (False, True):
-        raise ConfigError(f"config.json of KDA: safe_gate is {shown(safe)}; it should be true or false.")
+        raise ConfigError(f"config.json of KDA: safe_gate is {shown(safe)}; it must be true or false.")
     if bound is None and not safe:
         return None
     if not is_finite(bound) or not -1e30 < bound < 0 or (safe and bound < -5):
         wanted = "a number from -5 to below 0, since safe_gate is true" if safe else "a negative number or null"
-        raise ConfigError(f"config.json of KDA: lower_bound is {shown(bound)}; it should be {wanted}.")
+        raise ConfigError(f"config.json of KDA: lower_bound is {shown(bound)}; it must be {wanted}.")
     return float(bound)
 
 
@@ -246,7 +246,7 @@ def _mesa(given: Mapping[str, object], sizes: Sizes) -> ModelConfig:
     decoding = fields.integer("max_cg_step_decoding", 30, is_axis=False)
     if decoding != steps:
         raise ConfigError(
-            f"config.json of MesaNet: max_cg_step_decoding is {decoding}; it should be {steps}, as max_cg_step_training."
+            f"config.json of MesaNet: max_cg_step_decoding is {decoding}; it must be {steps}, as max_cg_step_training."
         )
     dim, of_head = fields.integer("hidden_size", 2048), _sizes(fields, 16, 128, None)
     shared = shared_fields(fields, dim)

@@ -158,7 +158,7 @@ def _preconditioned(given: Given, x: float = 1.5, eps: float = 1e-6) -> Ours:
     """PGDN, or PKDA with decays for each channel: both read at k, and write at keys that the curvature scales."""
     _no_value_decays(given)
     if eps != 1e-6:
-        raise ValueError(f"interop.from_fla: eps is {eps}; it should be 1e-6.")
+        raise ValueError(f"interop.from_fla: eps is {eps}; it must be 1e-6.")
     keys, _ = preconditioned_keys(
         given["k"], given["beta_atk"], jnp.exp(given["g_atk"]), given.get("log_atk_scale", CENTER),
         state=given.get("initial_A_state"), largest=x,
@@ -174,7 +174,7 @@ def _delta_product(given: Given, num_householder: int | None = None) -> Ours:
     writes = rows // tokens if num_householder is None else num_householder
     if rows != tokens * writes or not writes:
         should = "a multiple of it" if num_householder is None else f"num_householder={writes} times as many"
-        raise ValueError(f"interop.from_fla: q has {tokens} tokens and k has {rows}, should be {should}.")
+        raise ValueError(f"interop.from_fla: q has {tokens} tokens and k has {rows}, must be {should}.")
     of_writes = lambda x: x.reshape(batch, tokens, writes, *x.shape[2:])
     gates = Gates(jnp.exp(given["g"]) if "g" in given else None, of_writes(given["beta"]))
     q, k, v, gates, _ = interleaved(given["q"], of_writes(given["k"]), of_writes(given["v"]), gates)
@@ -184,7 +184,7 @@ def _delta_product(given: Given, num_householder: int | None = None) -> Ours:
 
 def _momentum_delta(given: Given) -> Ours:
     if "p" in given:
-        raise ValueError("interop.from_fla: p is given; it should be None: the rule takes its errors at k.")
+        raise ValueError("interop.from_fla: p is given; it must be None: the rule takes its errors at k.")
     eta, beta = given.get("eta", _ones(given)), given.get("beta", _ones(given))
     gates = Gates(jnp.exp(given["log_alpha"]), eta, momentum_decay=jnp.exp(given["log_mu"]), write_size=beta)
     return Ours(rules.momentum_delta(), gates)
@@ -200,7 +200,7 @@ def _mesa(given: Given) -> Ours:
 def _no_value_decays(given: Given) -> None:
     if "gv" in given:
         raise ValueError(
-            "interop.from_fla: gv is given, but no rule has decays for each channel of the value; it should be None."
+            "interop.from_fla: gv is given, but no rule has decays for each channel of the value; it must be None."
         )
 
 

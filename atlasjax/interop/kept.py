@@ -38,7 +38,7 @@ def save(peer: pathlib.Path, folder: tensors.Folder, kept: frozenset[str]) -> No
     for name, tensor in folder.tensors.items():
         if name in kept:
             if tensor.dtype not in DTYPES:
-                raise ConfigError(f"tensor {name!r} is {tensor.dtype}, should be {', '.join(DTYPES)}.")
+                raise ConfigError(f"tensor {name!r} is {tensor.dtype}, must be {', '.join(DTYPES)}.")
             kinds[name] = (tensor.dtype, tensor.shape)
     if kinds:
         (peer / _KEPT).mkdir()

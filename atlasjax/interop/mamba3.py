@@ -49,7 +49,7 @@ def _to_ours(given: Mapping[str, object], sizes: Sizes) -> ModelConfig:
     if not fields.boolean("is_mimo", False):
         rank = 1
     elif rank == 1:
-        raise ConfigError("config.json of Mamba-3: mimo_rank is 1; it should be larger, or is_mimo false.")
+        raise ConfigError("config.json of Mamba-3: mimo_rank is 1; it must be larger, or is_mimo false.")
     dim = fields.integer("hidden_size", 2048)
     ssm = SSMConfig(
         state_dim=fields.integer("state_size", 128),

@@ -58,7 +58,7 @@ def read(peer: AnyPath, families: Iterable[str]) -> Manifest | None:
     if not intact:
         raise _damaged(peer, "it is not what the import wrote")
     if family not in families:
-        raise _damaged(peer, f"its family is {family!r}; it should be one of {', '.join(families)}")
+        raise _damaged(peer, f"its family is {family!r}; it must be one of {', '.join(families)}")
     return {"family": family, "files": files, "renamed": renamed}
 
 
@@ -94,7 +94,7 @@ def check_names(
         else:
             raise _damaged(peer, f"tensor {name!r} is none of the model's")
         if dtype not in wanted:
-            raise _damaged(peer, f"the dtype of {name!r} is {dtype!r}; it should be {' or '.join(wanted)}")
+            raise _damaged(peer, f"the dtype of {name!r} is {dtype!r}; it must be {' or '.join(wanted)}")
     if kept.keys() - there.keys():
         raise _damaged(peer, f"it lacks tensor {min(kept.keys() - there.keys())!r}")
 

@@ -34,7 +34,7 @@ def model_of(given: Mapping[str, object], file: str) -> ModelConfig:
     """
     model = given.get("model")
     if not isinstance(model, dict):
-        raise ValueError(f"{file}: model is {model!r:.80}; it should be an object with the fields of a model.")
+        raise ValueError(f"{file}: model is {model!r:.80}; it must be an object with the fields of a model.")
     return from_dict(ModelConfig, model, file)
 
 
@@ -42,7 +42,7 @@ def check_embedding(folder: tensors.Folder, model: ModelConfig) -> None:
     """Raises ConfigError if the embedding in a folder has other sizes than a model: asked before anything of its size is made."""
     there, wanted = folder.tensors.get("embedding"), (model.vocab_size, model.dim)
     if there is not None and there.shape != wanted:
-        raise ConfigError(f"{NAME}: tensor 'embedding' has shape {there.shape}, should be {wanted}.")
+        raise ConfigError(f"{NAME}: tensor 'embedding' has shape {there.shape}, must be {wanted}.")
 
 
 def check(folder: tensors.Folder, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> None:
@@ -55,6 +55,6 @@ def check(folder: tensors.Folder, shapes: Mapping[str, jax.ShapeDtypeStruct]) ->
         raise ConfigError(f"{NAME} has no tensors {listed(unknown)} in the model that config.json describes.")
     for name, shape in shapes.items():
         if there[name].shape != shape.shape:
-            raise ConfigError(f"{NAME}: tensor {name!r} has shape {there[name].shape}, should be {shape.shape}.")
+            raise ConfigError(f"{NAME}: tensor {name!r} has shape {there[name].shape}, must be {shape.shape}.")
         if DTYPES.get(there[name].dtype) != shape.dtype:
-            raise ConfigError(f"{NAME}: tensor {name!r} is {there[name].dtype}, should be {KINDS[shape.dtype]}.")
+            raise ConfigError(f"{NAME}: tensor {name!r} is {there[name].dtype}, must be {KINDS[shape.dtype]}.")

@@ -200,7 +200,7 @@ def _positions(fields: Fields) -> tuple[float, float]:
         outer = fields.number(name, default=default)
         found.append(inside.number(name, default=outer))
     if found[1] > 1:
-        raise ConfigError(f"config.json of {_NAME}: partial_rotary_factor is {found[1]:g}; it should be at most 1.")
+        raise ConfigError(f"config.json of {_NAME}: partial_rotary_factor is {found[1]:g}; it must be at most 1.")
     inside.done(("mrope_section", "mrope_interleaved"))
     return found[0], found[1]
 

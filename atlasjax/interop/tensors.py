@@ -76,7 +76,7 @@ class Folder(contextlib.AbstractContextManager):
         # In blocks: the flags of a whole tensor would take half the memory of a bfloat16 one.
         if not all(np.isfinite(block).all() for block in np.array_split(found, 1 + found.size // 2**20)):
             file = str(self.path / self.tensors[name].file)
-            raise ConfigError(f"tensor {name!r} of {file!r} has NaN or infinite values; all should be finite.")
+            raise ConfigError(f"tensor {name!r} of {file!r} has NaN or infinite values; all must be finite.")
         return found
 
     def rename(self, renamed: Mapping[str, str]) -> None:
@@ -125,7 +125,7 @@ class Folder(contextlib.AbstractContextManager):
                 return found
             names = [f"{start}{n:05}-of-{count}.safetensors" for n in lacking]
             raise ConfigError(
-                f"{said} It has {len(found)} of {int(count)} numbered files; {listed(names)} should be there too."
+                f"{said} It has {len(found)} of {int(count)} numbered files; {listed(names)} must be there too."
             )
         if found:
             raise ConfigError(

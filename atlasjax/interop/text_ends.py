@@ -231,7 +231,7 @@ def _around(processor: object) -> Iterator[tuple[str, int]]:
 def _added(file: AnyPath | None, given: object) -> Iterator[tuple[str, object]]:
     """Text and id of the tokens that tokenizer.json lists."""
     if not isinstance(given, list | None) or not all(isinstance(token, dict) for token in given or ()):
-        raise ValueError(f"{str(file)!r}: added_tokens is {given!r:.80}; it should be a list of objects.")
+        raise ValueError(f"{str(file)!r}: added_tokens is {given!r:.80}; it must be a list of objects.")
     for token in given or ():
         yield str(token.get("content")), token.get("id")
 
@@ -241,7 +241,7 @@ def _decoded(file: AnyPath, given: object) -> Iterator[tuple[str, object]]:
     if not isinstance(given, dict | None) or not all(
         i.isdecimal() and isinstance(token, dict) for i, token in (given or {}).items()
     ):
-        raise ValueError(f"{str(file)!r}: added_tokens_decoder is {given!r:.80}; it should be an object: id → object.")
+        raise ValueError(f"{str(file)!r}: added_tokens_decoder is {given!r:.80}; it must be an object: id → object.")
     for i, token in (given or {}).items():
         yield str(token.get("content")), int(i)
 
@@ -254,4 +254,4 @@ def _checked(kind: str, named: Named, vocab_size: int | None) -> int:
     if _is_id(named.token, vocab_size):
         return named.token
     wanted = "an integer ≥ 0" if vocab_size is None else f"an integer from 0 to {vocab_size - 1}"
-    raise ValueError(f"{named.where!r}: the id of the {kind} token is {named.token!r:.80}; it should be {wanted}.")
+    raise ValueError(f"{named.where!r}: the id of the {kind} token is {named.token!r:.80}; it must be {wanted}.")

@@ -367,7 +367,7 @@ def soup(
         weights = jnp.full(len(states), 1 / len(states))
     weights = check.whole_weights(weights, len(states), where)
     if not isinstance(weights, jax.core.Tracer) and not bool(jnp.isfinite(weights).all()):
-        raise ValueError(f"{where}: weights are {weights.tolist()}; they should be finite.")
+        raise ValueError(f"{where}: weights are {weights.tolist()}; they must be finite.")
     return rule.soup(states, weights)
 
 

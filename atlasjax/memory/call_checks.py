@@ -82,7 +82,7 @@ def whole_gates(rule: AnyRule, tokens: Tokens, where: str) -> Gates:
             return gate
         if jnp.finfo(gate.dtype).bits < 32 and name not in _VECTORS:
             raise TypeError(
-                f"{where}: gates.{name} is {gate.dtype}, should be float32: rounding a gate near 1 to {gate.dtype} changes the "
+                f"{where}: gates.{name} is {gate.dtype}, must be float32: rounding a gate near 1 to {gate.dtype} changes the "
                 "result after many tokens. Compute gates in float32; q, k and v may have any floating point dtype."
             )
         fits = len(gate.shape) <= len(shape) and all(a in (1, b) for a, b in zip(gate.shape[::-1], shape[::-1]))
@@ -113,7 +113,7 @@ def check_call(rule: AnyRule, params: PyTree, state: PyTree | None, tokens: Toke
 
     Raises:
       TypeError: an argument is not an array, or not floating point.
-      ValueError: a wrong shape, dtype or gate. The message names the argument, what it is and what it should be.
+      ValueError: a wrong shape, dtype or gate. The message names the argument, what it is and what it must be.
     """
     rule.check_params(params, where)
     q, k, v, gates, _ = tokens

@@ -57,7 +57,7 @@ def check_shape(name: str, x: object, expected: tuple[int | str, ...], where: st
         isinstance(want, str) or have == want for have, want in zip(x.shape, expected)
     )
     if not fits:
-        raise ValueError(f"{where}: {name} has shape {tuple(x.shape)}, should be {pretty(expected)}.")
+        raise ValueError(f"{where}: {name} has shape {tuple(x.shape)}, must be {pretty(expected)}.")
     return x
 
 
@@ -106,7 +106,7 @@ def check_range(name: str, x: Arrays, low: int, high: int, where: str) -> None:
     values = np.asarray(x)
     if values.size and not (low <= values.min() and values.max() <= high):
         wrong = values.min() if values.min() < low else values.max()
-        raise ValueError(f"{where}: {name} has the value {wrong}, should be in [{low}, {high}].")
+        raise ValueError(f"{where}: {name} has the value {wrong}, must be in [{low}, {high}].")
 
 
 def check_leaves(name: str, tree: PyTree, expected: PyTree, where: str) -> None:

@@ -53,7 +53,7 @@ class NormalizedRule(FamilyRule[MemoryParams, MemoryState]):
         sums = rule.is_linear and rule.has_constant_gradient and rule.window == 1
         if not sums or any(channels is not None for channels in self._steps_of(rule)):
             raise ValueError(
-                f"NormalizedRule: rule={rule!r} should be a sum of outer products (a matrix, the dot-product loss, gradient "
+                f"NormalizedRule: rule={rule!r} must be a sum of outer products (a matrix, the dot-product loss, gradient "
                 "descent with one step size for each head, window=1), such as rules.linear_attention()."
             )
         if not rule.features.is_positive:

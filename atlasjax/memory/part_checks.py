@@ -93,7 +93,7 @@ def check_feature_dim(features: Features, key_dim: int) -> int:
     method_name = f"{type(features).__name__}.dim"
     size = tried(method_name, lambda: features.dim(key_dim))
     if not is_integer(size, 1, kinds=numbers.Integral):
-        raise PartError(f"{method_name} returned {size!r} for a key of size {key_dim}; it should be an integer ≥ 1.")
+        raise PartError(f"{method_name} returned {size!r} for a key of size {key_dim}; it must be an integer ≥ 1.")
     return int(size)
 
 
@@ -145,12 +145,12 @@ def check_weight_shapes(structure: Structure, feature_dim: int, value_dim: int) 
     shapes = tried(method_name, lambda: structure.weight_shapes(feature_dim, value_dim))
     returned = f"{method_name} returned {shapes!r} for features of size {feature_dim} and values of size {value_dim}"
     if not isinstance(shapes, dict) or not shapes or not all(map(_is_shape, shapes.values())):
-        raise PartError(f"{returned}; it should be a dict, name → (out, in), of at least one weight with integers ≥ 1.")
+        raise PartError(f"{returned}; it must be a dict, name → (out, in), of at least one weight with integers ≥ 1.")
     outermost, *_, innermost = [*shapes, *shapes]  # the same name if there is one
     rows, columns = shapes[outermost][0], shapes[innermost][1]
     if rows != value_dim or columns != feature_dim:
         raise PartError(
-            f"{returned}; the first weight, {outermost!r}, should be the outermost with {value_dim} rows, and the last, "
+            f"{returned}; the first weight, {outermost!r}, must be the outermost with {value_dim} rows, and the last, "
             f"{innermost!r}, should read the features with {feature_dim} columns."
         )
     smallest = tried(f"{method_name}(1, 1)", lambda: structure.weight_shapes(1, 1))
@@ -174,7 +174,7 @@ def _initial_weights(
     right = isinstance(weights, dict) and all(map(_is_floating, weights.values()))
     if not right or {name: w.shape for name, w in weights.items()} != wanted:
         raise PartError(
-            f"{method_name} returned {_described(weights)}; it should be a dict of floating-point arrays with the shapes of "
+            f"{method_name} returned {_described(weights)}; it must be a dict of floating-point arrays with the shapes of "
             f"weight_shapes, {wanted}."
         )
     return weights
@@ -185,7 +185,7 @@ def _initial_coefficients(features: Features) -> Any:
     method_name = f"{type(features).__name__}.init"
     coefficients = tried(method_name, features.init)
     if coefficients is not None and not _is_floating(coefficients):
-        raise PartError(f"{method_name} returned {coefficients!r}; it should be None or a floating-point array.")
+        raise PartError(f"{method_name} returned {coefficients!r}; it must be None or a floating-point array.")
     return coefficients
 
 
@@ -193,7 +193,7 @@ def _check_key_dim(features: Features, key_dim: int, feature_dim: int) -> None:
     method_name = f"{type(features).__name__}.key_dim"
     found = tried(method_name, lambda: features.key_dim(feature_dim))
     if found != key_dim:
-        raise PartError(f"{method_name} returned {found!r} for {feature_dim} features; it should be {key_dim}.")
+        raise PartError(f"{method_name} returned {found!r} for {feature_dim} features; it must be {key_dim}.")
 
 
 def _check_features(rule: PartsWithFeatures, keys: Any, coefficients: Any) -> None:
@@ -223,7 +223,7 @@ def _check_structure(rule: Parts, matrices: dict[str, Any], array: Any, value_di
             if jnp.ndim(h) != 2 or h.shape != (_TOKENS, matrices[name].shape[1]):
                 raise PartError(
                     f"{method_name}: the weight {name!r} of shape {matrices[name].shape} is applied to an array of shape "
-                    f"{jnp.shape(h)}; it should be ({_TOKENS}, {matrices[name].shape[1]}) for {_TOKENS} tokens."
+                    f"{jnp.shape(h)}; it must be ({_TOKENS}, {matrices[name].shape[1]}) for {_TOKENS} tokens."
                 )
             return h @ matrices[name].T
 
@@ -271,7 +271,7 @@ def _check_optimizer(rule: Parts, matrices: dict[str, Any], array: Any, value_di
     state = tried(f"{type(kind).__name__}.init", lambda: jax.eval_shape(kind.init, matrices))
     if any(not jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(state)):
         raise PartError(
-            f"{type(kind).__name__}.init returned the state {_described(state)}; all its arrays should be floating point, also "
+            f"{type(kind).__name__}.init returned the state {_described(state)}; all its arrays must be floating point, also "
             "a count."
         )
     step_size = array(value_dim, 1) if kind.per_channel else array()
@@ -281,17 +281,17 @@ def _check_optimizer(rule: Parts, matrices: dict[str, Any], array: Any, value_di
     result = tried(method_name, lambda: jax.eval_shape(kind.update, state, matrices, step_size, momentum_decay), absent)
     if not isinstance(result, tuple) or len(result) != 2:
         raise PartError(
-            f"{method_name} returned {_described(result)}; it should be a tuple: the steps, and the state after them."
+            f"{method_name} returned {_described(result)}; it must be a tuple: the steps, and the state after them."
         )
     steps, after = result
     expected = {name: matrix.shape for name, matrix in matrices.items()}
     if not isinstance(steps, dict) or {name: jnp.shape(step) for name, step in steps.items()} != expected:
         raise PartError(
-            f"{method_name} returned the steps {_described(steps)}; there should be one for each weight, {expected}."
+            f"{method_name} returned the steps {_described(steps)}; there must be one for each weight, {expected}."
         )
     if _described(after) != _described(state):
         raise PartError(
-            f"{method_name} returned the state {_described(after)}; it should be like that of init, {_described(state)}."
+            f"{method_name} returned the state {_described(after)}; it must be like that of init, {_described(state)}."
         )
 
 
@@ -303,7 +303,7 @@ def check_applied(structure: Structure, name: str, weights: Collection[str], app
             f"{method_name} uses the weight {name!r}, which weight_shapes does not have (it has {', '.join(weights)})."
         )
     if name in applied:
-        raise PartError(f"{method_name} uses the weight {name!r} twice; every weight should be applied exactly once.")
+        raise PartError(f"{method_name} uses the weight {name!r} twice; every weight must be applied exactly once.")
 
 
 def check_all_applied(structure: Structure, weights: Collection[str], applied: Collection[str]) -> None:
@@ -345,9 +345,9 @@ def tried(method_name: str, call: Callable[[], T], absent: Sequence[str] = ()) -
 def _same_shape(method_name: str, given: str, result: Any, shape: Shape, meaning: str = "") -> None:
     if not hasattr(result, "shape") or result.shape != shape:
         got = result.shape if hasattr(result, "shape") else _described(result)
-        raise PartError(f"{method_name} returned shape {got} {given}; it should be {meaning}{shape}.")
+        raise PartError(f"{method_name} returned shape {got} {given}; it must be {meaning}{shape}.")
     if not _is_floating(result):
-        raise PartError(f"{method_name} returned {result.dtype} {given}; it should be floating point.")
+        raise PartError(f"{method_name} returned {result.dtype} {given}; it must be floating point.")
 
 
 def _is_floating(x: Any) -> bool:

@@ -41,7 +41,7 @@ class Partition:
             axes = getattr(self, name)
             if isinstance(axes, str):
                 raise TypeError(
-                    f"Partition: {name} is {axes!r}; it should be a tuple of axis names, such as ({axes!r},)."
+                    f"Partition: {name} is {axes!r}; it must be a tuple of axis names, such as ({axes!r},)."
                 )
             object.__setattr__(self, name, tuple(axes))  # a list cannot be hashed
         named = (*self.batch, *self.heads, *self.time)
@@ -121,7 +121,7 @@ def check_divided(rule: Rule, where: str, length: int, parts: int, *, packed: bo
     if rule.part_multiple is not None and length % (parts * rule.part_multiple):
         of_segments = f", which is the segment size of {type(rule).__name__}" * (rule.part_multiple > 1)
         raise ValueError(
-            f"{where}: {length} tokens in {parts} parts; the tokens of each should be a multiple of {rule.part_multiple}"
+            f"{where}: {length} tokens in {parts} parts; the tokens of each must be a multiple of {rule.part_multiple}"
             f"{of_segments}."
         )
 

@@ -131,6 +131,6 @@ def _described(value: object, name: str) -> object:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise TypeError(
-        f"{name} is a {type(value).__name__}, which a file cannot describe; it should be a dataclass, a number, text, None, or a "
+        f"{name} is a {type(value).__name__}, which a file cannot describe; it must be a dataclass, a number, text, None, or a "
         "tuple of these."
     )

@@ -20,7 +20,7 @@ def check_truncation(rule: Rule[Params, State], truncation: int, where: str) -> 
     integer(where, "truncation", truncation)
     if not rule.has_constant_gradient and truncation % rule.chunk_size:
         raise ValueError(
-            f"{where}: truncation is {truncation}; it should be a multiple of the rule's chunk size, {rule.chunk_size}."
+            f"{where}: truncation is {truncation}; it must be a multiple of the rule's chunk size, {rule.chunk_size}."
         )
 
 

@@ -251,7 +251,7 @@ def check_attention(
         raise ValueError(f"{where}: k has {sizes['kv_heads']} heads, which should divide the {sizes['heads']} of q.")
     check.integer(where, "rope_dim", rope_dim, optional=True)
     if rope_dim is not None and (rope_dim % 2 or rope_dim > sizes["key_dim"]):
-        raise ValueError(f"{where}: rope_dim is {rope_dim}, should be even and at most key_dim={sizes['key_dim']}.")
+        raise ValueError(f"{where}: rope_dim is {rope_dim}, must be even and at most key_dim={sizes['key_dim']}.")
     check_rotary(where, rope_theta, sizes["key_dim"] if rope_dim is None else rope_dim)
     check.integer(where, "window", window, optional=True)
     return sizes

@@ -98,7 +98,7 @@ def last_reads(
     check_sizes(where, writes=writes)
     check_shapes(where, {"y": "batch rows heads value_dim"}, y=y)
     if y.shape[1] % writes:
-        raise ValueError(f"{where}: y has {y.shape[1]} rows, which should be a multiple of writes={writes}.")
+        raise ValueError(f"{where}: y has {y.shape[1]} rows, which must be a multiple of writes={writes}.")
     return y.reshape(y.shape[0], -1, writes, *y.shape[2:])[:, :, -1]
 
 

@@ -123,7 +123,7 @@ def associative_read(x: Float[Array, "*tokens dim"], memory: Float[Array, "slots
     """
     check_shapes("gam.associative_read", _AXES, memory=memory)
     if not isinstance(x, ARRAYS) or x.shape[-1:] != memory.shape[1:]:
-        raise ValueError(f"gam.associative_read: x is {_shape(x)}; it should be an array [..., dim={memory.shape[1]}].")
+        raise ValueError(f"gam.associative_read: x is {_shape(x)}; it must be an array [..., dim={memory.shape[1]}].")
     check_floating("x", x, "gam.associative_read")
     memory = memory.astype(x.dtype)
     scores = jnp.einsum("...d,sd->...s", x, memory, preferred_element_type=jnp.float32)

@@ -104,7 +104,7 @@ def rotate(
     sizes = check_shapes("mamba3.rotate", axes, x=x, turns=turns)
     state, count = sizes["state"], sizes["angles"]
     if state % 2 or state < 2 * count:
-        raise ValueError(f"mamba3.rotate: x has {state} channels, should be even and at least 2 · {count} angles.")
+        raise ValueError(f"mamba3.rotate: x has {state} channels, must be even and at least 2 · {count} angles.")
     wide = wide_dtype(x.dtype)
     angle = 2 * math.pi * turns.astype(wide)[:, :, None]
     cos, sin = jnp.cos(angle), jnp.sin(angle)
@@ -173,7 +173,7 @@ def trapezoidal_scan(
     for name in ("retention", "step_size", "window_weights"):
         if getattr(gates, name) is not None:
             raise ValueError(
-                f"trapezoidal_scan: gates.{name} is given; it should be None, as it follows from delta, A and blend."
+                f"trapezoidal_scan: gates.{name} is given; it must be None, as it follows from delta, A and blend."
             )
     if segment_ids is not None:
         check_ids(segment_ids, x.shape[:2], "trapezoidal_scan")

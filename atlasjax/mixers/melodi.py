@@ -385,14 +385,14 @@ def _make(
     key_dim = (width - value_dim) // 2
     if rest or key_dim < 1 or 2 * key_dim + value_dim != width:
         raise ValueError(
-            f"{where}: weights.inputs has shape {weights.inputs.shape} and weights.out {weights.out.shape}, should be "
+            f"{where}: weights.inputs has shape {weights.inputs.shape} and weights.out {weights.out.shape}, must be "
             "[dim, heads, 2·key_dim+value_dim] and [heads·value_dim, dim]."
         )
     check_rotary(where, theta, key_dim)
     total, summary = weights.mixing.shape
     if total <= summary:
         raise ValueError(
-            f"{where}: weights.mixing has shape {weights.mixing.shape}, should be [block_size+summary, summary={summary}], "
+            f"{where}: weights.mixing has shape {weights.mixing.shape}, must be [block_size+summary, summary={summary}], "
             "block_size ≥ 1."
         )
     block_size = total - summary

@@ -13,7 +13,7 @@ def check_rotary(where: str, theta: object, channels: int, name: str = "key_dim"
     """Raises ValueError unless `rope_theta` is None, or a number > 0 and the number of rotated channels, called `name`, even."""
     check.number(where, "rope_theta", theta, above=0, optional=True)
     if theta is not None and channels % 2:
-        raise ValueError(f"{where}: {name} is {channels}, should be even for rotary positions.")
+        raise ValueError(f"{where}: {name} is {channels}, must be even for rotary positions.")
 
 
 def rotate(

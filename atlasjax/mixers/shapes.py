@@ -58,7 +58,7 @@ def check_shapes(
         if not fits or any(size == 0 and n not in empty for n, size in own.items()):
             want = ", ".join(f"{n}={sizes[n]}" if n in sizes else n for n in names)
             more = "" if empty else ", with no empty axis"
-            raise ValueError(f"{where}: {name} has shape {tuple(x.shape)}, should be [{want}]{more}.")
+            raise ValueError(f"{where}: {name} has shape {tuple(x.shape)}, must be [{want}]{more}.")
         if "time" in own and not any_time:
             check_time(name, own["time"], where)
         if name not in integers:
@@ -75,7 +75,7 @@ def check_series(where: str, name: str, x: object, axes: str) -> None:
         raise TypeError(f"{where}: {name} must be an array {axes}, got {type(x).__name__}.")
     check_floating(name, x, where)
     if x.ndim < 2 or 0 in x.shape:
-        raise ValueError(f"{where}: {name} has shape {x.shape}, should be {axes}, with no empty axis.")
+        raise ValueError(f"{where}: {name} has shape {x.shape}, must be {axes}, with no empty axis.")
 
 
 def check_dtype(where: str, dtype: Any) -> None:

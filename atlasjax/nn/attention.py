@@ -140,7 +140,7 @@ class AttentionHeads(Module):
             return attention.init_window(batch_size, self.window, *sizes)
         if max_length is None:
             raise ValueError(
-                "mixer 'attention' keeps the keys and values of every token: max_length is None, should be the maximum "
+                "mixer 'attention' keeps the keys and values of every token: max_length is None, must be the maximum "
                 "number of tokens."
             )
         return attention.init_cache(batch_size, max_length, *sizes)
@@ -259,7 +259,7 @@ class SlidingWindowMixer(AttentionMixer):
 def required_window(config: ModelConfig, mixer: str) -> int:
     """`config.attention.window`. Raises ValueError if it is None."""
     if config.attention.window is None:
-        raise ValueError(f"mixer {mixer!r} needs a window: attention.window is None, it should be an integer ≥ 1.")
+        raise ValueError(f"mixer {mixer!r} needs a window: attention.window is None, it must be an integer ≥ 1.")
     return config.attention.window
 
 
@@ -283,7 +283,7 @@ def _require_defaults(config: ModelConfig, mixer: str, fields: Sequence[str], wh
     for name in fields:
         if getattr(given, name) != getattr(plain, name):
             raise ValueError(
-                f"mixer {mixer!r}: attention.{name} is {getattr(given, name)!r}; it should be {getattr(plain, name)!r}, because "
+                f"mixer {mixer!r}: attention.{name} is {getattr(given, name)!r}; it must be {getattr(plain, name)!r}, because "
                 f"{why}."
             )
 

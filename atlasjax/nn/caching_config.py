@@ -53,7 +53,7 @@ class CachingConfig:
             if field.name not in kept and getattr(self, field.name) != field.default:
                 raise ValueError(
                     f"CachingConfig: {field.name} is {getattr(self, field.name)!r}, which aggregation={self.aggregation!r} does "
-                    f"not take; should be {field.default!r}."
+                    f"not take; must be {field.default!r}."
                 )
 
     @classmethod

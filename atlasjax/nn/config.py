@@ -174,7 +174,7 @@ class ModelConfig(ModelSizes):
       remat: recompute each layer in the backward pass instead of storing its activations.
 
     Raises:
-      ValueError: a field is out of range, or fields conflict. The message names the field, its value and what it should be.
+      ValueError: a field is out of range, or fields conflict. The message names the field, its value and what it must be.
     """
 
     vocab_size: int = 256
@@ -278,7 +278,7 @@ class ModelConfig(ModelSizes):
         if isinstance(self.block, tuple):
             if len(self.block) != len(self.pattern):
                 raise ValueError(
-                    f"ModelConfig: block={self.block!r} is for {len(self.block)} layers, should be for the {len(self.pattern)} of "
+                    f"ModelConfig: block={self.block!r} is for {len(self.block)} layers, must be for the {len(self.pattern)} of "
                     "the pattern of mixers."
                 )
             for block in self.block:
@@ -292,7 +292,7 @@ class ModelConfig(ModelSizes):
             check.choice("ModelConfig", "ffn, or each one of a tuple," if name is not self.ffn else "ffn", name, _FFNS)
         if len(self.ffns) != len(self.pattern):
             raise ValueError(
-                f"ModelConfig: ffn={self.ffn!r} is for {len(self.ffns)} layers, should be for the {len(self.pattern)} of the "
+                f"ModelConfig: ffn={self.ffn!r} is for {len(self.ffns)} layers, must be for the {len(self.pattern)} of the "
                 "pattern of mixers."
             )
         if len({*self.ffns}) == 1:  # one way to write a model

@@ -94,7 +94,7 @@ class ElasticMixer(BlockProjections):
         """
         if max_length is None:
             raise ValueError(
-                "mixer 'elastic' has one matrix per block: max_length is None, should be the maximum number of tokens."
+                "mixer 'elastic' has one matrix per block: max_length is None, must be the maximum number of tokens."
             )
         return self._empty_state(batch_size, max_length)
 

@@ -55,6 +55,6 @@ class InnerLoopConfig:
         """Raises ValueError if sequences of `length` tokens end before the first step. The message starts with `where`."""
         if length <= self.chunk:
             raise ValueError(
-                f"{where} is {length}; it should be above the shortest of model.inner_loop.periods, which is {self.chunk}, or no "
+                f"{where} is {length}; it must be above the shortest of model.inner_loop.periods, which is {self.chunk}, or no "
                 "weights are ever trained on the text."
             )

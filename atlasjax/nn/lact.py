@@ -136,7 +136,7 @@ class LaCTMixer(Module):
         q, k, v = x W_qkv,  q, k = RMSNorm(q), RMSNorm(k)        over all heads together
         out = (SWA(q, k, v) + memory(q, k, v)) W_out        `AttentionHeads` and `FastWeights`
 
-    The memory is read as it was at the start of a token's chunk, so the window should be at least as long as a chunk. By default
+    The memory is read as it was at the start of a token's chunk, so the window must be at least as long as a chunk. By default
     it is as long: what is too recent for the memory is in the window.
 
     Packed documents begin chunks and positions of their own. (The official code's memory goes on from one to the next.)
@@ -156,7 +156,7 @@ class LaCTMixer(Module):
         require_shared_heads(config, "lact")
         if given.qk_norm == "head":
             raise ValueError(
-                "mixer 'lact': attention.qk_norm is 'head'; it should be 'all', as published, or 'none' for it."
+                "mixer 'lact': attention.qk_norm is 'head'; it must be 'all', as published, or 'none' for it."
             )
         window = config.lact.chunk_size if given.window is None else given.window
         attention = dataclasses.replace(given, qk_norm="all")

@@ -122,7 +122,7 @@ class MemoryConfig:
             if self.hierarchy is not None and getattr(self, name) is not None:
                 raise ValueError(
                     f"MemoryConfig: {name}={getattr(self, name)!r} is given with hierarchy, whose memories have chunks of their "
-                    "own and no cache; should be None."
+                    "own and no cache; must be None."
                 )
         check.boolean("MemoryConfig", "bounded", self.bounded)
         check.number("MemoryConfig", "max_step", self.max_step, above=0, optional=True)
@@ -163,7 +163,7 @@ class MemoryConfig:
         self._override_part("features", FEATURES, _FEATURE_FIELDS, parameters, arguments)
         rule = call_with("memory rule", self.rule, factory, options=self.rule_options, **arguments)
         if not isinstance(rule, Rule):
-            raise ValueError(f"memory rule {self.rule!r} returned {rule!r}, should be a memory.Rule.")
+            raise ValueError(f"memory rule {self.rule!r} returned {rule!r}, must be a memory.Rule.")
         if not self.bounded:
             rule = rule.unbounded()
         if self.hierarchy is not None:

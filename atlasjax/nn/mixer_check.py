@@ -109,9 +109,7 @@ def _create(name: str, config: ModelConfig) -> Mixer:
                 "atlasjax.nn.param or atlasjax.nn.Linear, not with nnx.Param or nnx.Linear, so that each axis has a name or None."
             )
         if (dtype := variable.get_value().dtype) != jnp.float32:
-            raise ValueError(
-                f"mixer {name!r}: parameter {_dotted(path)} {list(shape)} is {dtype}; it should be float32."
-            )
+            raise ValueError(f"mixer {name!r}: parameter {_dotted(path)} {list(shape)} is {dtype}; it must be float32.")
     try:
         create(params=0)
     except ValueError as error:
@@ -157,7 +155,7 @@ def _check_whole_sequence(where: str, mixer: Mixer, config: ModelConfig, time: i
     _check_output(call, y, x)
     shape: tuple[int, ...] = getattr(size, "shape", ())
     if size is not None and (len(shape) != 2 or shape[0] != _BATCH or size.dtype != jnp.float32):
-        raise ValueError(f"{call} returned the size {_text(size)}, should be None or float32 [{_BATCH}, heads].")
+        raise ValueError(f"{call} returned the size {_text(size)}, must be None or float32 [{_BATCH}, heads].")
 
 
 def _check_decoding(where: str, mixer: Mixer, config: ModelConfig) -> None:
@@ -236,7 +234,7 @@ def _check_takes(where: str, mixer: Mixer, method: str, *names: str) -> None:
 
 def _check_output(call: str, y: PyTree, x: jax.ShapeDtypeStruct) -> None:
     if _text(y) != _text(x):
-        raise ValueError(f"{call} returned the output {_text(y)}, should be of the shape and dtype of x.")
+        raise ValueError(f"{call} returned the output {_text(y)}, must be of the shape and dtype of x.")
 
 
 def _input(config: ModelConfig, time: int) -> jax.ShapeDtypeStruct:

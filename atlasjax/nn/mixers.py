@@ -271,7 +271,7 @@ class ParallelMixers(Module):
     def __init__(self, names: Sequence[str], config: ModelConfig, *, rngs: nnx.Rngs):
         whole = "+".join(names)
         if len({*names}) < len(names) or any(":" in name for name in names):
-            raise ValueError(f"mixer {whole!r}: what runs in parallel should be different mixers of the library.")
+            raise ValueError(f"mixer {whole!r}: what runs in parallel must be different mixers of the library.")
         self.size = len(names)
         for i, name in enumerate(names):
             setattr(self, f"mixer_{i}", make_mixer(name, config, rngs=rngs))

@@ -359,7 +359,7 @@ class LanguageModel(Module):
         if not typed or dropout_keys.shape != tokens.shape[:1]:
             what = f"{dropout_keys.dtype} {dropout_keys.shape}" if is_array else f"a {type(dropout_keys).__name__}"
             raise ValueError(
-                f"LanguageModel: dropout_keys is {what}, should be typed PRNG keys (jax.random.key) of shape {tokens.shape[:1]}, "
+                f"LanguageModel: dropout_keys is {what}, must be typed PRNG keys (jax.random.key) of shape {tokens.shape[:1]}, "
                 "one for each row."
             )
         repetitions = self.config.num_layers // len(self.config.pattern)
@@ -390,11 +390,11 @@ def _check_tokens(tokens: jax.Array, vocab_size: int, where: str) -> None:
     if not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise TypeError(f"{where}: tokens must be integers, got {tokens.dtype}.")
     if tokens.ndim != 2 or 0 in tokens.shape:
-        raise ValueError(f"{where}: tokens has shape {tokens.shape}, should be [batch ≥ 1, time ≥ 1].")
+        raise ValueError(f"{where}: tokens has shape {tokens.shape}, must be [batch ≥ 1, time ≥ 1].")
     check_time("tokens", tokens.shape[1], where)
     if isinstance(tokens, jax.core.Tracer) or not getattr(tokens, "is_fully_addressable", True):
         return
     ids = np.asarray(tokens)
     if ids.min() < 0 or ids.max() >= vocab_size:
         wrong = ids.min() if ids.min() < 0 else ids.max()
-        raise ValueError(f"{where}: tokens has the id {wrong}, should be ≥ 0 and below vocab_size={vocab_size}.")
+        raise ValueError(f"{where}: tokens has the id {wrong}, must be ≥ 0 and below vocab_size={vocab_size}.")

@@ -39,6 +39,6 @@ class MultiplierConfig:
             if field.name != "ssm":
                 check.number("MultiplierConfig", field.name, value, above=0)
         if not isinstance(self.ssm, tuple) or len(self.ssm) != 5:
-            raise ValueError(f"MultiplierConfig: ssm={self.ssm!r} should be five numbers > 0, for z, x, B, C and Δ.")
+            raise ValueError(f"MultiplierConfig: ssm={self.ssm!r} must be five numbers > 0, for z, x, B, C and Δ.")
         for value in self.ssm:
             check.number("MultiplierConfig", "each one of ssm", value, above=0)

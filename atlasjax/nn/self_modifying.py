@@ -62,7 +62,7 @@ class SelfModifyingMixer(RecurrentMixer):
         if heads * size != config.dim or config.value_expansion != 1:
             raise ValueError(
                 f"mixer 'self_modifying_titans': its heads share out dim={config.dim}; num_heads={heads}, head_dim={size} and "
-                f"value_expansion={config.value_expansion} should be heads of dim / num_heads without expansion."
+                f"value_expansion={config.value_expansion} must be heads of dim / num_heads without expansion."
             )
         self.dtype, self.heads, self.size, self.given = jnp.dtype(config.dtype), heads, size, given
         self.conv = CausalConv(config.conv_width, (config.dim,), ("heads",), rngs=rngs)

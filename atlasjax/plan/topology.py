@@ -62,7 +62,7 @@ class Topology:
         groups, generation, shape = found.groups() if found else (None, name, None)
         compiler = _compiler(generation)
         if not re.fullmatch(compiler.SHAPE, shape or "") or groups == "0":
-            raise ValueError(f"topology is {name!r}; it should be like {compiler.EXAMPLES}.")
+            raise ValueError(f"topology is {name!r}; it must be like {compiler.EXAMPLES}.")
         assert shape is not None
         return cls(name, int(groups or 1), generation, tuple(int(size) for size in shape.split("x")))
 

@@ -97,7 +97,7 @@ def suggested_mesh(config: TrainConfig, topology: str) -> MeshConfig:
     if tensor is None:
         least = accumulation * devices // most
         raise ValueError(
-            f"data.batch_size is {batch} with an accumulation of {accumulation}, which no mesh of {topology} divides; it should be "
+            f"data.batch_size is {batch} with an accumulation of {accumulation}, which no mesh of {topology} divides; it must be "
             f"a multiple of {least}, e.g. {-(-batch // least) * least}."
         )
     fsdp = 1

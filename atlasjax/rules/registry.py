@@ -25,7 +25,7 @@ def register(write: str) -> Callable[[Factory], Factory]:
       TypeError: `write` is missing.
     """
     if not isinstance(write, str):
-        raise TypeError(f'rules.register: write is {write!r}; it should be text, as in @rules.register("W_t = …").')
+        raise TypeError(f'rules.register: write is {write!r}; it must be text, as in @rules.register("W_t = …").')
 
     def add(factory: Factory) -> Factory:
         name = factory.__name__

@@ -182,7 +182,7 @@ def _error(error: RequestError) -> JSONResponse:
 async def _body(request: Request, limits: Limits) -> bytes:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # a form of another site's page, which a browser sends without asking, is none
-        raise RequestError(415, f"content-type is {kind!r:.200}; it should be 'application/json'.")
+        raise RequestError(415, f"content-type is {kind!r:.200}; it must be 'application/json'.")
     body = bytearray()
     try:
         async with asyncio.timeout(limits.client_seconds):
@@ -359,9 +359,7 @@ class _Generation:
         most = service.tokenizer.vocab_size
         wrong = next((i for i in prompt if isinstance(i, int) and not 0 <= i < most), None)
         if wrong is not None:
-            raise RequestError(
-                400, f"prompt has the token {wrong!s:.200}; it should be in [0, {most}).", param="prompt"
-            )
+            raise RequestError(400, f"prompt has the token {wrong!s:.200}; it must be in [0, {most}).", param="prompt")
         return np.asarray(prompt, np.int32), parsed.ignored
 
 

@@ -95,7 +95,7 @@ class Batcher:
         is_seed = type(request.seed) is int and -(2**63) <= request.seed < 2**64
         check.require(is_seed, "seed", request.seed, "an integer in [-2^63, 2^64)")
         if prompt.ndim != 1 or (prompt.size and not np.issubdtype(prompt.dtype, np.integer)):
-            raise ValueError(f"tokens is {prompt.dtype} {list(prompt.shape)}; it should be integers [time].")
+            raise ValueError(f"tokens is {prompt.dtype} {list(prompt.shape)}; it must be integers [time].")
         check_tokens(prompt, self.model.config.vocab_size, "tokens")
         if not prompt.size and context is None:
             raise ValueError("the prompt is empty; it should have at least one token.")

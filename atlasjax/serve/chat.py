@@ -113,7 +113,7 @@ class TemplateChat:
         sources = {"default": template} if isinstance(template, str) else template
         if "default" not in sources:
             names = ", ".join(map(repr, sorted(sources)))
-            raise ValueError(f"the chat templates are {names}; one of them should be 'default'.")
+            raise ValueError(f"the chat templates are {names}; one of them must be 'default'.")
         self._special, self._added = dict(special), tuple(added)
         self._sources = {name: sources[name] for name in ("default", "tool_use") if name in sources}
         try:

@@ -72,8 +72,8 @@ class RequestError(Exception):
 
 
 def wrong(name: str, value: object, what: str) -> RequestError:
-    """The error for a value that should be `what`."""
-    return RequestError(400, f"{name} is {value!r:.200}; it should be {what}.", param=name)
+    """The error for a value that must be `what`."""
+    return RequestError(400, f"{name} is {value!r:.200}; it must be {what}.", param=name)
 
 
 def check_unicode(name: str, text: str) -> None:

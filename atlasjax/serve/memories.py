@@ -260,6 +260,6 @@ class Memories:
     def _file(self, name: str) -> pathlib.Path:
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise ValueError(
-                f"memory is {name!r:.200}; it should be 1 to 100 letters, digits, '.', '_' and '-', the first a letter or digit."
+                f"memory is {name!r:.200}; it must be 1 to 100 letters, digits, '.', '_' and '-', the first a letter or digit."
             )
         return self._folder / f"{name}{_END}"

@@ -67,7 +67,7 @@ def parse(body: bytes, *, chat: bool, model: str, most_tokens: int) -> Parsed:
     except ValueError as error:
         raise RequestError(400, str(error)) from None
     if not isinstance(given, dict):
-        raise RequestError(400, "the body should be a JSON object.")
+        raise RequestError(400, "the body must be a JSON object.")
     fields, ignored = checked(given, chat=chat)
     if fields.get("model", model) != model:
         raise RequestError(

@@ -124,7 +124,7 @@ class Slots:
     def step(self, inputs: StepInputs) -> np.ndarray:
         """Samples a token in the first slots, as many as the inputs have, or takes the forced one, and reads it.
 
-        Returns the tokens, int32 [slots]. The number should be one of `size_for`, for each is a program.
+        Returns the tokens, int32 [slots]. The number must be one of `size_for`, for each is a program.
         """
         tokens, state = _step(self._definition, self._params, self._state, inputs, vocab_size=self._vocab_size)
         self._state = self._placed(state)

@@ -129,7 +129,7 @@ def _environment() -> "jinja2.Environment":
 
     found = importlib.metadata.version("jinja2")
     if [int(part) for part in re.findall(r"\d+", found)[:3]] < _LEAST:
-        raise ImportError(f"jinja2 is {found}; it should be {'.'.join(map(str, _LEAST))} or later")
+        raise ImportError(f"jinja2 is {found}; it must be {'.'.join(map(str, _LEAST))} or later")
 
     class Generation(Extension):
         """{% generation %} … {% endgeneration %} around what a model answers, which is marked for training and is text here.

@@ -72,7 +72,7 @@ def _named(file: AnyPath, config: Mapping[str, Any] | None = None) -> dict[str, 
         found = {str(one.get("name")): one.get("template") for one in found}
     if not isinstance(found, dict) or not all(isinstance(source, str) for source in found.values()):
         raise ValueError(
-            f"{str(file)!r}: chat_template is {given!r:.80}; it should be a text, or a list of names and templates."
+            f"{str(file)!r}: chat_template is {given!r:.80}; it must be a text, or a list of names and templates."
         )
     return found
 

@@ -85,7 +85,7 @@ def local(url: str, beside: Sequence[str] = ()) -> pathlib.Path:
         revision, path = "/".join(["refs", *more[:2]]), "".join(more[2:])
     if not is_name(f"{owner}/{name}"):
         raise ValueError(
-            f"{url!r} names no repository; it should be hf://datasets/OWNER/NAME/FILE or hf://OWNER/NAME/FILE."
+            f"{url!r} names no repository; it must be hf://datasets/OWNER/NAME/FILE or hf://OWNER/NAME/FILE."
         )
     path = path.rstrip("/")
     folder = path.rpartition("/")[0]

@@ -252,7 +252,7 @@ def path(name: "str | os.PathLike[str] | StorePath") -> AnyPath:
             return pathlib.Path(rest)
         _check_scheme(scheme, text)
         if not rest.strip("/"):
-            raise ValueError(f"{text!r} names no bucket; it should be {scheme}://bucket/folder.")
+            raise ValueError(f"{text!r} names no bucket; it must be {scheme}://bucket/folder.")
         _configure()
         return StorePath(text)
     scheme, separator, rest = text.partition(":/")  # as pathlib writes "gs://bucket"
@@ -283,7 +283,7 @@ def local_path(name: str | os.PathLike[str]) -> pathlib.Path:
     found = path(name)
     if isinstance(found, StorePath):
         raise ValueError(
-            f"{str(found)!r} is in a store; it should be on a disk of this machine: copy it, or mount the store."
+            f"{str(found)!r} is in a store; it must be on a disk of this machine: copy it, or mount the store."
         )
     return found
 

@@ -113,7 +113,7 @@ def load(path: AnyPath, kind: str) -> tuple[dict[str, np.ndarray], dict[str, Any
     except FileNotFoundError:
         raise FileNotFoundError(f"{where} does not exist.") from None
     except IsADirectoryError:
-        raise ValueError(f"{where} is a folder; it should be a file of {kind}.") from None
+        raise ValueError(f"{where} is a folder; it must be a file of {kind}.") from None
     try:
         tensors = safetensors.deserialize(content)
         (size,) = struct.unpack("<Q", content[:8])
@@ -122,7 +122,7 @@ def load(path: AnyPath, kind: str) -> tuple[dict[str, np.ndarray], dict[str, Any
         raise ValueError(f"{where} is damaged or not a file of {kind}: {error}.") from None
     if found.get("kind") != kind:
         other = found.get("kind", "other tensors")
-        raise ValueError(f"{where} is a file of {_shown(other)}; it should be one of {kind}.")
+        raise ValueError(f"{where} is a file of {_shown(other)}; it must be one of {kind}.")
     if found.get("format") != str(_FORMAT):
         writer, form = _shown(str(found.get("atlasjax"))), _shown(str(found.get("format")))
         raise ValueError(
@@ -137,7 +137,7 @@ def load(path: AnyPath, kind: str) -> tuple[dict[str, np.ndarray], dict[str, Any
         raise ValueError(f"{where} is damaged: its content is not what was saved.")
     about = json_text.parse(found.get("about", "null"), f"{where}: what it belongs to")
     if not isinstance(about, dict):
-        raise ValueError(f"{where} is damaged: what it belongs to is {about!r:.80}; it should be an object of JSON.")
+        raise ValueError(f"{where} is damaged: what it belongs to is {about!r:.80}; it must be an object of JSON.")
     return arrays, about
 
 
@@ -156,7 +156,7 @@ def entry(about: Mapping[str, Any], name: str, where: str, holds: Callable[[Any]
     """
     value = about.get(name)
     if not holds(value):
-        raise ValueError(f"{where} is damaged: {name} is {value!r:.80}; it should be {what}.")
+        raise ValueError(f"{where} is damaged: {name} is {value!r:.80}; it must be {what}.")
     return value
 
 
@@ -192,5 +192,5 @@ def check_arrays(
         have, want = arrays[name], expected[name]
         if (have.shape, have.dtype) != (tuple(want.shape), want.dtype):
             raise ValueError(
-                f"{where} has {name!r} as {have.dtype} {have.shape}; it should be {want.dtype} {tuple(want.shape)}."
+                f"{where} has {name!r} as {have.dtype} {have.shape}; it must be {want.dtype} {tuple(want.shape)}."
             )

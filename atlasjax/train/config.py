@@ -83,7 +83,7 @@ class OptimizerConfig:
                 re.compile(self.trainable)
             except (re.error, TypeError) as error:
                 raise ValueError(
-                    f"optimizer.trainable is {self.trainable!r}, should be a regular expression ({error})."
+                    f"optimizer.trainable is {self.trainable!r}, must be a regular expression ({error})."
                 ) from None
         inside = check.is_integer(self.warmup_steps, 0) and self.warmup_steps < _MOST_STEPS
         check.require(inside, "optimizer.warmup_steps", self.warmup_steps, "0 or more, and below 2^31")
@@ -188,11 +188,11 @@ class TrainConfig:
         inside = self.eval_batches is None or check.is_integer(self.eval_batches, 1)
         check.require(inside, "eval_batches", self.eval_batches, "at least 1, or None for all")
         if isinstance(self.evaluation_sets, str):
-            raise ValueError(f"evaluation_sets is {self.evaluation_sets!r}; it should be a tuple of strings.")
+            raise ValueError(f"evaluation_sets is {self.evaluation_sets!r}; it must be a tuple of strings.")
         object.__setattr__(self, "evaluation_sets", tuple(self.evaluation_sets))  # JSON has lists
         parse_sets(self.evaluation_sets)
         if isinstance(self.trackers, str):
-            raise ValueError(f"trackers is {self.trackers!r}; it should be a tuple of names.")
+            raise ValueError(f"trackers is {self.trackers!r}; it must be a tuple of names.")
         object.__setattr__(self, "trackers", tuple(name_of("trackers", tracker) for tracker in self.trackers))
         for tracker in self.trackers:
             resolve("tracker", tracker, TRACKERS)
@@ -225,7 +225,7 @@ def parse_sets(sets: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
         listed = tuple(path for path in paths.split(",") if path)
         if not name.replace("-", "").replace("_", "").isalnum() or not listed:
             raise ValueError(
-                f'evaluation_sets has {one!r}, should be "name=path" or "name=path,path"; names have letters, digits, - and _.'
+                f'evaluation_sets has {one!r}, must be "name=path" or "name=path,path"; names have letters, digits, - and _.'
             )
         if name in found or name == HELD_OUT:
             raise ValueError(f"evaluation_sets has two sets named {name!r}; each needs a name of its own.")

@@ -36,7 +36,7 @@ def text_data(
     other = next((path for path in paths if kind(path) != source), None)
     if other is not None:
         raise ValueError(
-            f"text is {paths[0]!r} ({source}) and {other!r} ({kind(other)}); all files should be of one kind."
+            f"text is {paths[0]!r} ({source}) and {other!r} ({kind(other)}); all files must be of one kind."
         )
     # Parquet has no bytes to decode.
     first, second = (data.encoding, data.errors) if source != "parquet" else ("utf-8", "strict")

@@ -42,7 +42,7 @@ def check_divisible(config: TrainConfig, mesh: Mapping[str, int]) -> None:
     if microbatch % shards:
         raise ValueError(
             f"data.batch_size / accumulation is {config.data.batch_size} / {config.accumulation} = {microbatch} sequences; it "
-            f"should be divisible by mesh {' × '.join(batch)} = {' × '.join(str(mesh[axis]) for axis in batch)} = {shards}."
+            f"must be divisible by mesh {' × '.join(batch)} = {' × '.join(str(mesh[axis]) for axis in batch)} = {shards}."
         )
     experts, parts = config.model.experts.number, mesh.get("expert", 1)
     if parts > 1 and not config.model.has_experts:
@@ -54,7 +54,7 @@ def check_divisible(config: TrainConfig, mesh: Mapping[str, int]) -> None:
     parts = mesh.get("sequence", 1)
     if config.data.sequence_length % parts:
         raise ValueError(
-            f"data.sequence_length is {config.data.sequence_length}; it should be divisible by mesh.sequence, which is {parts}."
+            f"data.sequence_length is {config.data.sequence_length}; it must be divisible by mesh.sequence, which is {parts}."
         )
     packed = config.data.packing == "documents"
     check_divided(config.model, parts, config.data.sequence_length, packed=packed)

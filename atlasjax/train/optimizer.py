@@ -35,14 +35,14 @@ def learning_rate(config: OptimizerConfig, steps: int) -> Callable[[jax.Array | 
         kind = "learning-rate schedule"
         own = call_with(kind, config.schedule, resolve(kind, config.schedule, {}), config, steps, options="{}")
         if not callable(own):
-            raise ValueError(f"{kind} {config.schedule!r} gave {own!r}, should be a function step → learning rate.")
+            raise ValueError(f"{kind} {config.schedule!r} gave {own!r}, must be a function step → learning rate.")
         rate = lambda step: jnp.asarray(own(step), jnp.float32)
         try:
             shape = jax.eval_shape(rate, jax.ShapeDtypeStruct((), jnp.int32)).shape
         except Exception as error:  # whatever a user's schedule raises
             raise ValueError(f"{kind} {config.schedule!r} fails for a traced step: {in_one_line(error)}") from error
         if shape:
-            raise ValueError(f"{kind} {config.schedule!r} gave a rate of shape {shape}, should be a number.")
+            raise ValueError(f"{kind} {config.schedule!r} gave a rate of shape {shape}, must be a number.")
         return rate
     warmup = min(config.warmup_steps, steps)
     start = max(warmup, steps - round(config.decay_fraction * steps)) if config.schedule == "wsd" else warmup
@@ -160,7 +160,7 @@ def make_optimizer(
         given = {name: value for name, value in given.items() if name not in json.loads(config.options)}
         update = call_with("optimizer", config.name, make, rate, options=config.options, **given)
         if not (callable(getattr(update, "init", None)) and callable(getattr(update, "update", None))):
-            raise ValueError(f"optimizer {config.name!r} gave {update!r}, should be an optax.GradientTransformation.")
+            raise ValueError(f"optimizer {config.name!r} gave {update!r}, must be an optax.GradientTransformation.")
     else:
         update = optax.adamw(rate, config.b1, config.b2, config.eps, weight_decay=config.weight_decay, mask=mask)
     # The state has the same tree without clipping, so a run can be resumed with or without it.

@@ -71,7 +71,7 @@ def prepare(config: TrainConfig) -> Setup:
     longest = config.model.max_positions
     if longest is not None and config.data.sequence_length > longest:
         raise ValueError(
-            f"data.sequence_length is {config.data.sequence_length}; it should be at most model.max_positions, which is {longest}."
+            f"data.sequence_length is {config.data.sequence_length}; it must be at most model.max_positions, which is {longest}."
         )
     if config.model.inner_loop is not None:
         config.model.inner_loop.check_length(config.data.sequence_length, "data.sequence_length")
@@ -79,7 +79,7 @@ def prepare(config: TrainConfig) -> Setup:
     tokenizer = run_tokenizer(config)
     if config.model.vocab_size < tokenizer.vocab_size:
         raise ValueError(
-            f"model.vocab_size is {config.model.vocab_size}; it should be at least {tokenizer.vocab_size}, the vocabulary of "
+            f"model.vocab_size is {config.model.vocab_size}; it must be at least {tokenizer.vocab_size}, the vocabulary of "
             f"the tokenizer {config.data.tokenizer!r}."
         )
     where = row_reader(mesh)

@@ -334,9 +334,9 @@ def main() -> None:
             lookup("operation", name, OPERATIONS)
         for name, value in {**sizes, "repeats": options.repeats, "dims": min(options.dims)}.items():
             if value < 1:
-                raise ValueError(f"--{name} {value}, should be at least 1.")
+                raise ValueError(f"--{name} {value}, must be at least 1.")
         if options.tokens < measured_cases.CHUNK:
-            raise ValueError(f"--tokens {options.tokens}, should be at least a chunk, {measured_cases.CHUNK}.")
+            raise ValueError(f"--tokens {options.tokens}, must be at least a chunk, {measured_cases.CHUNK}.")
     except ValueError as error:
         sys.exit(str(error))
     device = find_device()

@@ -64,7 +64,7 @@ def compiled_bytes(preset: str, length: int) -> int:
 
 
 def run(preset: str, length: int) -> dict:
-    """Two steps on random tokens. Seconds of the second, and the loss, which should be finite."""
+    """Two steps on random tokens. Seconds of the second, and the loss, which must be finite."""
     import jax
     import numpy as np
 

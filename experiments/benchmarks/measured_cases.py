@@ -303,7 +303,7 @@ def errors(found: Any, case: Case, engine: str) -> dict[str, float]:
         largest = 0.0
         for a, b in zip(found, expected[-len(found) :], strict=True):
             if a.shape != b.shape:
-                raise RuntimeError(f"a result has shape {a.shape}, should be {b.shape}.")
+                raise RuntimeError(f"a result has shape {a.shape}, must be {b.shape}.")
             size = np.abs(b).max() or 1.0
             largest = np.maximum(largest, np.abs(np.asarray(a, np.float64) - b).max() / size)  # keeps a NaN
         return float(largest)

@@ -232,8 +232,8 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert len(out.read_text().splitlines()) == 3
     for more, message in {
         ("--only", "omeganett"): "Did you mean 'omeganet'",
-        ("--dims", "0"): "--dims 0, should be at least 1",
-        ("--tokens", "63"): "should be at least a chunk, 64",
+        ("--dims", "0"): "--dims 0, must be at least 1",
+        ("--tokens", "63"): "must be at least a chunk, 64",
     }.items():
         with pytest.raises(SystemExit, match=message):
             run(*more)

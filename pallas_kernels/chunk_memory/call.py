@@ -61,7 +61,7 @@ def _check_tokens(call: Call) -> None:
     q, k, v, window_weights = call.q, call.k, call.v, call.window_weights
     if q.ndim != 4 or v.ndim != 4 or not q.shape[1]:
         raise ValueError(
-            f"chunk_memory: q and v have shapes {q.shape}, {v.shape}, should be [batch, time ≥ 1, heads, dim]."
+            f"chunk_memory: q and v have shapes {q.shape}, {v.shape}, must be [batch, time ≥ 1, heads, dim]."
         )
     tokens = q.shape[:3]
     wanted = {
@@ -80,9 +80,9 @@ def _check_tokens(call: Call) -> None:
     }
     for name, (x, shape) in wanted.items():
         if x is not None and x.shape != shape:
-            raise ValueError(f"chunk_memory: {name} has shape {x.shape}, should be {shape}, with q {q.shape}.")
+            raise ValueError(f"chunk_memory: {name} has shape {x.shape}, must be {shape}, with q {q.shape}.")
     if window_weights is not None and not 1 <= window_weights.shape[-1] <= 64:
-        raise ValueError(f"chunk_memory: window_weights has c={window_weights.shape[-1]}, should be 1 to 64.")
+        raise ValueError(f"chunk_memory: window_weights has c={window_weights.shape[-1]}, must be 1 to 64.")
 
 
 def _check_window(call: Call, window: Window) -> None:
@@ -97,7 +97,7 @@ def _check_window(call: Call, window: Window) -> None:
     for name, (x, shape) in wanted.items():
         if x is not None and (x.shape != shape or not past[-1]):
             raise ValueError(
-                f"chunk_memory: window.{name} has shape {x.shape}, should be {shape} with c − 1 ≥ 1 tokens of a window of c."
+                f"chunk_memory: window.{name} has shape {x.shape}, must be {shape} with c − 1 ≥ 1 tokens of a window of c."
             )
 
 
@@ -112,7 +112,7 @@ def _check_dtypes_and_weights(call: Call) -> None:
     for name, w in weights.items():
         if w.ndim != 4 or w.shape[:2] != (q.shape[0], q.shape[2]):
             expected = f"({q.shape[0]}, {q.shape[2]}, out, in)"
-            raise ValueError(f"chunk_memory: weights[{name!r}] has shape {w.shape}, should be {expected}.")
+            raise ValueError(f"chunk_memory: weights[{name!r}] has shape {w.shape}, must be {expected}.")
         if momenta is not None and (name not in momenta or momenta[name].shape != w.shape):
             found = momenta[name].shape if name in momenta else "missing"
             raise ValueError(f"chunk_memory: momenta[{name!r}] is {found}, should have shape {w.shape}.")
@@ -134,18 +134,18 @@ def _check_choices(call: Call, implementation: str) -> None:
         raise ValueError("chunk_memory: step_bound is for gradient steps and cannot be used with newton_schulz.")
     if call.step_bound is not None and call.momentum_decay is not None and (call.horizon is None or call.horizon < 1):
         raise ValueError(
-            f"chunk_memory: horizon={call.horizon}, should be a number ≥ 1 with step_bound and momentum_decay."
+            f"chunk_memory: horizon={call.horizon}, must be a number ≥ 1 with step_bound and momentum_decay."
         )
     if call.norm is not None and (muon or implementation == "pallas_gpu"):
         raise ValueError('chunk_memory: norm cannot be used with newton_schulz, nor with implementation="pallas_gpu".')
     if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"chunk_memory: implementation={implementation!r}, should be one of {IMPLEMENTATIONS}.")
+        raise ValueError(f"chunk_memory: implementation={implementation!r}, must be one of {IMPLEMENTATIONS}.")
 
 
 def check_for_kernels(call: Call) -> None:
     """Raises ValueError for sizes that only `reference` takes."""
     size, every = call.chunk_size, call.every
     if size not in CHUNK_SIZES:
-        raise ValueError(f"chunk_memory: chunk_size={size}, should be a power of two from 8 to 256.")
+        raise ValueError(f"chunk_memory: chunk_size={size}, must be a power of two from 8 to 256.")
     if every < 1 or every & (every - 1) or every > size:
-        raise ValueError(f"chunk_memory: every={every}, should be a power of two, at most chunk_size={size}.")
+        raise ValueError(f"chunk_memory: every={every}, must be a power of two, at most chunk_size={size}.")

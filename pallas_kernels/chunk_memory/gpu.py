@@ -66,7 +66,7 @@ def unsupported_by_gpu(
     if layers is None:
         return f"structure={structure!r} has more than one hidden layer"
     if chunk_size < LEAST:
-        return f"chunk_size={chunk_size}, should be at least {LEAST}"
+        return f"chunk_size={chunk_size}, must be at least {LEAST}"
     channels = [w.shape[-2 if name == layers.outer else -1] for name, w in weights.items()]
     # With a hidden layer, a float32 step would need more shared memory than there is.
     most = _MOST_CHANNELS // (2 if layers.inner and jnp.dtype(dtype) == jnp.float32 else 1)
@@ -76,7 +76,7 @@ def unsupported_by_gpu(
     if layers.inner and width % LEAST:
         return f"the hidden width {width} is not a multiple of {LEAST}"
     if step_bound is not None and chunk_size > MOST_TOKENS:
-        return f"chunk_size={chunk_size} with bounded steps, should be at most {MOST_TOKENS}"
+        return f"chunk_size={chunk_size} with bounded steps, must be at most {MOST_TOKENS}"
     return None
 
 

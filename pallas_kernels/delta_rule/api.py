@@ -72,7 +72,7 @@ def delta_rule(
         )
     if implementation == "pallas_gpu":
         if segments is not None and chunk_size < 16:
-            raise ValueError(f"delta_rule: chunk_size={chunk_size}, should be at least 16 with segments on a GPU.")
+            raise ValueError(f"delta_rule: chunk_size={chunk_size}, must be at least 16 with segments on a GPU.")
         return gpu.delta_rule(q, k, v, beta, decay, initial, chunk_size, segments, interpret)
     gates = gates_to_chunks([(beta, 0.0)] if decay is None else [(beta, 0.0), (decay, 1.0)], chunk_size)
     beside = Beside.of(heads, chunk_size)

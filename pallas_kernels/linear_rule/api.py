@@ -75,9 +75,9 @@ def linear_rule(
     }
     check_rule("linear_rule", q, k, v, others, chunk_size, segments, implementation, IMPLEMENTATIONS)
     if delta and removal is not None:
-        raise ValueError("linear_rule: delta=True removes at k, so removal should be None.")
+        raise ValueError("linear_rule: delta=True removes at k, so removal must be None.")
     if residuals not in (None, *RESIDUALS):
-        raise ValueError(f"linear_rule: residuals={residuals!r}, should be one of {RESIDUALS} or None.")
+        raise ValueError(f"linear_rule: residuals={residuals!r}, must be one of {RESIDUALS} or None.")
     (batch, time, heads, key_dim), value_dim = q.shape, v.shape[-1]
     if initial is None:
         initial = jnp.zeros((batch, heads, value_dim, key_dim), jnp.float32)

@@ -59,7 +59,7 @@ def newton_schulz(
     if implementation == "xla":
         return definition(s, steps, schedule) if form == "direct" else _gram_xla(s, triples, precision)
     if implementation not in _KERNELS:
-        raise ValueError(f"newton_schulz: implementation={implementation!r}, should be one of {IMPLEMENTATIONS}.")
+        raise ValueError(f"newton_schulz: implementation={implementation!r}, must be one of {IMPLEMENTATIONS}.")
     if s.dtype not in (jnp.float32, jnp.bfloat16):
         raise ValueError(
             f"newton_schulz: {implementation!r} supports float32 and bfloat16, s is {s.dtype} with shape {s.shape}."
@@ -77,7 +77,7 @@ def _choose_form(form: str | None, rows: int, columns: int, steps: int) -> str:
     if form is None:
         return forms.cheaper(rows, columns, steps)
     if form not in FORMS:
-        raise ValueError(f"newton_schulz: form={form!r}, should be one of {FORMS}.")
+        raise ValueError(f"newton_schulz: form={form!r}, must be one of {FORMS}.")
     if form == "gram" and steps > GRAM_STEPS:
         raise ValueError(f"newton_schulz: form='gram' is accurate enough for at most {GRAM_STEPS} steps, got {steps}.")
     return form

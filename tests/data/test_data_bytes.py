@@ -243,7 +243,7 @@ def test_what_is_no_text(tokenizer, text, message):
 
 @pytest.mark.parametrize("ids", [[True], [1.5], ["a"], [2**70], np.array([1.0])])
 def test_what_is_no_id(ids):
-    with pytest.raises(ValueError, match="should be integers"):
+    with pytest.raises(ValueError, match="must be integers"):
         ByteTokenizer().decode(ids)
 
 

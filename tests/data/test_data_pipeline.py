@@ -457,7 +457,7 @@ def test_positions_that_do_not_belong_together(text_folder, monkeypatch):
 def test_bad_processes(config):
     with pytest.raises(ValueError, match="batch_size 4 is not divisible by process_count 3"):
         make_pipeline(config, BYTE, "train", 0, 3)
-    with pytest.raises(ValueError, match=r"process_index is 2; it should be in \[0, 2\)"):
+    with pytest.raises(ValueError, match=r"process_index is 2; it must be in \[0, 2\)"):
         make_pipeline(config, BYTE, "train", 2, 2)
 
 

@@ -484,7 +484,7 @@ def test_bad_prepared_data(finished, tmp_path):
         (lambda: DataConfig(source="prepared", paths=("a",), held_out="tail"), ValueError, "was split into training"),
         (lambda: DataConfig(source="prepared", paths=("a", "b"), weights=(1.0,)), ValueError, "positive number for each of the 2"),
         (lambda: DataConfig(source="prepared", paths=("a",), weights=(0.0,)), ValueError, "a positive number for each of the 1"),
-        (lambda: DataConfig(weights=(1.0,)), ValueError, r"weights is \(1.0,\); it should be"),
+        (lambda: DataConfig(weights=(1.0,)), ValueError, r"weights is \(1.0,\); it must be"),
         (lambda: load_documents(DataConfig(source="prepared", paths=("a",)), "train"), ValueError, "contains tokens, not text"),
     ]:  # fmt: skip
         with pytest.raises(error, match=message):

@@ -174,7 +174,7 @@ def test_json_lines_hold_out_documents(tmp_path):
         (b"{", r"Line 2 of the data file .*a.jsonl' is not JSON"),
         (b"[1]", r"Line 2 .* is not a JSON object, but a list"),
         (b'{"txt": "a"}', r"Line 2 .* has no field 'text' \(--data.column\). Did you mean 'txt'\? It has: txt"),
-        (b'{"text": 3}', r"Line 2 .*: field 'text' is a int; it should be a string"),
+        (b'{"text": 3}', r"Line 2 .*: field 'text' is a int; it must be a string"),
         (b'{"text": "\\ud800"}', r"Line 2 .* has a lone surrogate, .*--data.errors replace"),
         (b'{"text": "\xff"}', r"a.jsonl' is not UTF-8: byte 0xff at offset 23"),
     ],
@@ -194,8 +194,8 @@ def test_half_surrogate_pairs(tmp_path, errors, wanted):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"encoding": "utf-9"}, "encoding is 'utf-9'; it should be a text encoding"),
-        ({"encoding": "base64"}, "encoding is 'base64'; it should be a text encoding"),
+        ({"encoding": "utf-9"}, "encoding is 'utf-9'; it must be a text encoding"),
+        ({"encoding": "base64"}, "encoding is 'base64'; it must be a text encoding"),
         ({"errors": "replce"}, "Did you mean 'replace'"),
         ({"source": "embedded", "paths": (), "errors": "skip"}, "source 'embedded' has no bytes to decode"),
     ],

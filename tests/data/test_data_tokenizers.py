@@ -140,7 +140,7 @@ def test_bpe_from_a_file(bpe, tmp_path):
     [
         ("bite", ValueError, "Did you mean 'byte'"),
         ("byte:300", ValueError, "'byte' takes no argument"),
-        ("bpe", ValueError, "it should be bpe:<vocabulary size> or bpe:<path>"),
+        ("bpe", ValueError, "it must be bpe:<vocabulary size> or bpe:<path>"),
         ("bpe:100", ValueError, "at least 256 tokens, not 100"),
         ("bpe:missing.json", FileNotFoundError, "'missing.json' does not exist"),
         ("sentencepiece:", ValueError, "sentencepiece:<path>"),

@@ -31,7 +31,7 @@ def test_a_host_that_does_not_resolve(monkeypatch, capsys):
 
 @pytest.mark.parametrize("coordinator", ["", "host", "host:", ":1234", "host:0", "host:65536", "host:x", "host:²"])
 def test_a_coordinator_that_is_none(coordinator):
-    with pytest.raises(ValueError, match=r'processes\.coordinator is .*should be "host:port"'):
+    with pytest.raises(ValueError, match=r'processes\.coordinator is .*must be "host:port"'):
         ProcessConfig(True, coordinator, 2, 0)
 
 

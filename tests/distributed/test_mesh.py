@@ -85,7 +85,7 @@ def test_fsdp_crosses_the_slices_where_data_cannot():
 
 
 def test_a_mesh_that_does_not_fit_the_slices():
-    with pytest.raises(ValueError, match=r"mesh.data is 2 and mesh.fsdp is 2; one of them should be a multiple of 3"):
+    with pytest.raises(ValueError, match=r"mesh.data is 2 and mesh.fsdp is 2; one of them must be a multiple of 3"):
         slices(MeshConfig(2, 2, 3), 3)
 
 

@@ -297,12 +297,12 @@ def test_an_end_token_and_sampling():
     ("options", "words"),
     [
         ({"num_beams": 4}, "generation_kwargs has num_beams: 4; known are until, max_gen_toks"),
-        ({"do_sample": True, "top_p": 2}, "top_p is 2; it should be in"),
-        ({"do_sample": True, "top_p": 0}, "top_p is 0; it should be in"),
+        ({"do_sample": True, "top_p": 2}, "top_p is 2; it must be in"),
+        ({"do_sample": True, "top_p": 0}, "top_p is 0; it must be in"),
         ({"max_gen_toks": 0}, "generation_kwargs: max_gen_toks must be an integer ≥ 1, got 0"),
-        ({"until": ["x", ""]}, "until is ''; it should be a string that is not empty"),
+        ({"until": ["x", ""]}, "until is ''; it must be a string that is not empty"),
         ({"temperature": "hot", "do_sample": True}, "could not convert string to float: 'hot'"),
-        ({"temperature": -1, "do_sample": True}, "temperature is -1.0; it should be 0"),
+        ({"temperature": -1, "do_sample": True}, "temperature is -1.0; it must be 0"),
     ],
 )
 def test_an_option_that_is_not_served_is_named_before_the_model_loads(

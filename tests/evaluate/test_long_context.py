@@ -366,7 +366,7 @@ def test_names():
     with pytest.raises(ValueError, match="Unknown task 'niah1'\\. Did you mean 'niah_1'"):
         long_context.find("niah1")
     assert long_context.find(f"{__name__}:OWN") is OWN
-    with pytest.raises(ValueError, match="it should be a PromptTask"):
+    with pytest.raises(ValueError, match="it must be a PromptTask"):
         long_context.find(f"{__name__}:TEXT")
 
 

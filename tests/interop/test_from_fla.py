@@ -277,23 +277,23 @@ def test_missing_gates_are_ones():
     ("name", "change", "message"),
     [
         ("chunk_kdaa", {}, "Did you mean 'chunk_kda'"),
-        ("chunk_kda", {"g": np.zeros((2, 21, 4), np.float32)}, r"\(q, k, v, g, beta\): g has shape \(2, 21, 4\), should be"),
+        ("chunk_kda", {"g": np.zeros((2, 21, 4), np.float32)}, r"\(q, k, v, g, beta\): g has shape \(2, 21, 4\), must be"),
         ("chunk_kda", {"beta": None}, "beta is missing"),
-        ("chunk_kda", {"k": np.zeros((2, 20, 2, 4), np.float32)}, r"k has shape .*, should be \[2, 21, 2, 4\]"),
-        ("chunk_kda", {"v": np.zeros((2, 21, 3, 6), np.float32)}, "v has 3 heads, should be a multiple of 2"),
+        ("chunk_kda", {"k": np.zeros((2, 20, 2, 4), np.float32)}, r"k has shape .*, must be \[2, 21, 2, 4\]"),
+        ("chunk_kda", {"v": np.zeros((2, 21, 3, 6), np.float32)}, "v has 3 heads, must be a multiple of 2"),
         ("chunk_gated_delta_rule", {"g": np.ones((2, 21, 4), np.float32)}, "g is 1 at its largest; a log decay is at most 0"),
         ("chunk_gla", {"head_first": False}, "head_first is False; it has been removed"),
-        ("chunk_linear_attn", {}, "normalize is True; it should be False"),
+        ("chunk_linear_attn", {}, "normalize is True; it must be False"),
         ("chunk_kda", {"use_gate_in_kernel": True}, "softplus"),
         ("chunk_kda", {"cu_seqlens": np.array([0, 21])}, "segment_ids"),
-        ("chunk_kda", {"initial_state": np.zeros((2, 4, 6, 4), np.float32)}, r"should be \[2, 4, 4, 6\]"),
+        ("chunk_kda", {"initial_state": np.zeros((2, 4, 6, 4), np.float32)}, r"must be \[2, 4, 4, 6\]"),
         ("chunk_kda", {"scale": 0}, "scale must be a number > 0"),
         ("fused_recurrent_gla", {"gv": np.zeros((2, 21, 2, 6), np.float32)}, "gv is given"),
-        ("chunk_momentum_delta_rule", {"p": np.zeros((2, 21, 2, 4), np.float32)}, "p is given; it should be None"),
-        ("chunk_momentum_delta_rule", {"use_p_times_alpha": False}, "use_p_times_alpha is False; it should be True"),
-        ("chunk_precond_kda", {"eps": 1e-3}, "eps is 0.001; it should be 1e-6"),
+        ("chunk_momentum_delta_rule", {"p": np.zeros((2, 21, 2, 4), np.float32)}, "p is given; it must be None"),
+        ("chunk_momentum_delta_rule", {"use_p_times_alpha": False}, "use_p_times_alpha is False; it must be True"),
+        ("chunk_precond_kda", {"eps": 1e-3}, "eps is 0.001; it must be 1e-6"),
         ("chunk_precond_kda", {"x": 3.0}, "largest"),
-        ("chunk_gated_delta_product", {"num_householder": 2}, "q has 21 tokens and k has 63, should be num_householder=2 times"),
+        ("chunk_gated_delta_product", {"num_householder": 2}, "q has 21 tokens and k has 63, must be num_householder=2 times"),
         ("chunk_rwkv7", {"a": np.zeros((2, 21, 2, 4), np.float32)}, "b is not 0 where a is"),
     ],
 )  # fmt: skip
@@ -308,7 +308,7 @@ def test_arguments_that_are_none_of_theirs():
     arrays = inputs("chunk_kda")
     with pytest.raises(TypeError, match=re.escape("there is no argument 'gk'")):
         from_fla("chunk_kda", **arrays, gk=arrays["g"])
-    with pytest.raises(TypeError, match="got 6 positional arguments, should be at most 5"):
+    with pytest.raises(TypeError, match="got 6 positional arguments, must be at most 5"):
         from_fla("chunk_kda", *arrays.values(), 1.0)
     with pytest.raises(TypeError, match="q is given twice"):
         from_fla("chunk_kda", arrays["q"], **arrays)

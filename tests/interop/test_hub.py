@@ -97,7 +97,7 @@ def test_data_by_urls(hub):
     assert not any("README" in request for request in hub.requests)
     with pytest.raises(FileNotFoundError, match=r"hf://datasets/a/texts/fr.txt does not exist"):
         load_documents(DataConfig(source="text", paths=("hf://datasets/a/texts/fr.txt",)), "train")
-    with pytest.raises(ValueError, match="names no repository; it should be hf://datasets/OWNER/NAME/FILE"):
+    with pytest.raises(ValueError, match="names no repository; it must be hf://datasets/OWNER/NAME/FILE"):
         load_documents(DataConfig(source="text", paths=("hf://datasets/texts",)), "train")
 
 

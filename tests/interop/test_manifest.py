@@ -35,15 +35,15 @@ EMBEDDING, KEPT_TENSORS = "model.language_model.embed_tokens.weight", ("model.vi
             lambda manifest: manifest["files"].update({"../x": {"metadata": {}, "tensors": {}}}),
             "not what the import wrote",
         ),
-        (lambda manifest: manifest.update(family="llama"), "its family is 'llama'; it should be one of mamba2"),
+        (lambda manifest: manifest.update(family="llama"), "its family is 'llama'; it must be one of mamba2"),
         (edit_tensors(lambda names: names.update(extra="F32")), "tensor 'extra' is none of the model's"),
         (
             edit_tensors(lambda names: names.update({EMBEDDING: "F9"})),
-            f"the dtype of '{EMBEDDING}' is 'F9'; it should be F32",
+            f"the dtype of '{EMBEDDING}' is 'F9'; it must be F32",
         ),
         (
             edit_tensors(lambda names: names.update({"mtp.norm.weight": "F16"})),
-            "'mtp.norm.weight' is 'F16'; it should be F32",
+            "'mtp.norm.weight' is 'F16'; it must be F32",
         ),
         (edit_tensors(lambda names: names.pop(EMBEDDING)), "it has 0 of the names .*; it should have one"),
         (edit_tensors(lambda names: names.pop("mtp.norm.weight")), "it lacks tensor 'mtp.norm.weight'"),

@@ -115,9 +115,9 @@ def test_shifts_in_one_tensor(tmp_path):
         ("gated_deltanet with attention", lambda made: made | {"model.layers.1.attn.rotary.inv_freq": rotary(5000, 4)},
          ["rope_theta 100 for 4 channels", "of about 5000"]),
         ("gated_deltanet", lambda made: {name: x for name, x in made.items() if name != "lm_head.weight"},
-         ["'lm_head.weight' are missing", "tie_word_embeddings should be true"]),
+         ["'lm_head.weight' are missing", "tie_word_embeddings must be true"]),
         ("delta_net", lambda made: made | {"lm_head.weight": made["model.embeddings.weight"] + 1},
-         ["should repeat", "tie_word_embeddings should be false"]),
+         ["should repeat", "tie_word_embeddings must be false"]),
         ("gla", lambda made: {f"{name}.x": x for name, x in made.items()}, ["are missing. The files have 'lm_head.weight.x', '"]),
     ],
 )  # fmt: skip
@@ -168,13 +168,13 @@ def test_older_places_of_the_rotation(tmp_path, changes, theta):
         ("qwen3_5", {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, ["rope_scaling", "'linear'"]),
         ("qwen3_5", {"rope_parameters": None, "rope_scaling": {"type": "yarn"}}, ["type is 'yarn'", "'default' or 'mrope'"]),
         ("olmo_hybrid", {"rope_parameters": {"rope_theta": 5.0}, "rope_scaling": {"type": "default"}}, ["other rope_parameters"]),
-        ("gated_deltanet", {"expand_k": 1.0}, ["expand_k is 1; it should be 0.5 or missing"]),
+        ("gated_deltanet", {"expand_k": 1.0}, ["expand_k is 1; it must be 0.5 or missing"]),
         ("gated_deltanet", {"use_residual": True}, ["use_residual is True", "False"]),
-        ("delta_net", {"use_elu": True}, ["use_elu is True; it should be False"]),
-        ("gla", {"gate_logit_normalizer": 8}, ["gate_logit_normalizer is 8; it should be 16"]),
-        ("mamba2", {"intermediate_size": 24}, ["intermediate_size is 24; it should be 16"]),
-        ("mamba2", {"is_encoder_decoder": True}, ["is_encoder_decoder is True; it should be False"]),
-        ("mamba2", {"quantization_config": {"bits": 4}}, ["quantization_config is {'bits': 4}; it should be None"]),
+        ("delta_net", {"use_elu": True}, ["use_elu is True; it must be False"]),
+        ("gla", {"gate_logit_normalizer": 8}, ["gate_logit_normalizer is 8; it must be 16"]),
+        ("mamba2", {"intermediate_size": 24}, ["intermediate_size is 24; it must be 16"]),
+        ("mamba2", {"is_encoder_decoder": True}, ["is_encoder_decoder is True; it must be False"]),
+        ("mamba2", {"quantization_config": {"bits": 4}}, ["quantization_config is {'bits': 4}; it must be None"]),
     ],
 )  # fmt: skip
 def test_refuses_fields_that_change_something(tmp_path, name, changes, words):
@@ -188,7 +188,7 @@ def test_says_which_files_were_found(tmp_path):
     words = [
         "neither model.safetensors nor",
         "2 of 3 numbered files",
-        "'model-00002-of-00003.safetensors' should be there",
+        "'model-00002-of-00003.safetensors' must be there",
     ]
     refused(source, tmp_path / "run", words)
     (source / "model-00001-of-00003.safetensors").unlink()

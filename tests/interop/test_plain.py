@@ -109,9 +109,9 @@ def edit_model(**changes):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (edit(model=3), "model is 3; it should be an object"),
+        (edit(model=3), "model is 3; it must be an object"),
         (edit_model(mixer="other:mixer"), "a name of your own or of somebody else, .*; nothing was imported"),
-        (edit_model(dim=48), r"tensor 'embedding' has shape \(257, 32\), should be \(257, 48\)"),
+        (edit_model(dim=48), r"tensor 'embedding' has shape \(257, 32\), must be \(257, 48\)"),
         (edit_model(tie_embeddings=True), "has no tensors 'head.kernel'"),
         (edit_model(layers=3), "layers"),
         (edit_model(num_layers=10**9), "has shape"),
@@ -136,7 +136,7 @@ def test_refuses_other_tensors(exported, tmp_path):
         (tmp_path / "in" / name).write_bytes((exported / "out" / name).read_bytes())
     kernel = tensors["head.kernel"]
     for changed, words in (
-        ({"head.kernel": kernel.astype(np.float16)}, "'head.kernel' is F16, should be F32"),
+        ({"head.kernel": kernel.astype(np.float16)}, "'head.kernel' is F16, must be F32"),
         ({"head.kernel": np.full_like(kernel, np.nan)}, "NaN or infinite"),
     ):
         save_file(tensors | changed, tmp_path / "in/model.safetensors")

@@ -37,7 +37,7 @@ TENSORS = [
         lambda x: x.update({HEAD: x["backbone.embedding.weight"] + 1}),
         [HEAD, "should repeat", "embedding"],
     ),
-    ("delta_net", lambda x: x.update({LAYERS[0]: x[LAYERS[0]].T.copy()}), [LAYERS[0], "(12, 6), should be (6, 12)"]),
+    ("delta_net", lambda x: x.update({LAYERS[0]: x[LAYERS[0]].T.copy()}), [LAYERS[0], "(12, 6), must be (6, 12)"]),
     ("rwkv7", without("model.layers.0.pre_norm.bias"), ["'model.layers.0.pre_norm.bias'", "missing"]),
     ("qwen3_5 with images", without(f"{QWEN}1.self_attn.q_norm.weight"), ["self_attn.q_norm.weight'", "missing"]),
     ("qwen3_5 with images", lambda x: x.update({"visual.x": x["mtp.norm.weight"]}), ["no tensors 'visual.x'"]),
@@ -49,7 +49,7 @@ TENSORS = [
     (
         "qwen3_5 with images",
         lambda x: x.update({f"{QWEN}0.linear_attn.conv1d.weight": x[f"{QWEN}0.linear_attn.conv1d.weight"][:-1].copy()}),
-        ["linear_attn.conv1d.weight", "(35, 1, 4), should be (36, 1, 4)"],
+        ["linear_attn.conv1d.weight", "(35, 1, 4), must be (36, 1, 4)"],
     ),
     ("olmo_hybrid", without("model.layers.1.self_attn.q_norm.weight"), ["self_attn.q_norm.weight'", "missing"]),
     (
@@ -90,7 +90,7 @@ CONFIGS = [
     ("mamba2", {"model_type": "llama"}, ["model_type 'llama'", "mamba2", "gated_deltanet", "gla"]),
     ("mamba2", {"num_hidden_layers": 300000}, ["are missing", "has 300,000 layers, the files have "]),
     ("mamba2", {"use_bias": True}, ["use_bias is True", "False"]),
-    ("mamba2", {"num_heads": 5}, ["num_heads is 5; it should be 4"]),
+    ("mamba2", {"num_heads": 5}, ["num_heads is 5; it must be 4"]),
     ("mamba2", {"time_step_limit": [0.2, 0.1]}, ["time_step_limit is [0.2, 0.1]", "a number ≥ 0 and a larger one"]),
     ("mamba2", {"new_gate": 3}, ["'new_gate'", "not known"]),
     ("mamba2", {"state_size": "3"}, ["state_size is '3'", "an integer ≥ 1"]),
@@ -101,7 +101,7 @@ CONFIGS = [
     ("mamba2 of mamba_ssm", {"attn_layer_idx": [1]}, ["attn_layer_idx is [1]"]),
     ("mamba2 of mamba_ssm", {"ssm_cfg": {"layer": "Mamba3"}}, ["model_type None", "mamba2 of mamba_ssm"]),
     ("mamba", {"use_conv_bias": False}, ["use_conv_bias is False", "True"]),
-    ("mamba", {"intermediate_size": 24}, ["intermediate_size is 24; it should be 16"]),
+    ("mamba", {"intermediate_size": 24}, ["intermediate_size is 24; it must be 16"]),
     ("mamba", {"time_step_rank": "automatic"}, ["time_step_rank is 'automatic'", "an integer ≥ 1"]),
     ("mamba", {"ssm_cfg": {"d_state": 4}}, ["ssm_cfg is {'d_state': 4}"]),
     ("mamba", {"mixer_rms_eps": 1e-6}, ["'mixer_rms_eps'", "not known"]),  # of Falcon Mamba
@@ -111,7 +111,7 @@ CONFIGS = [
     ("gated_deltanet", {"allow_neg_eigval": 1}, ["allow_neg_eigval is 1", "true or false"]),
     ("gated_deltanet", {"num_v_heads": 3}, ["value_heads=3 must be a multiple of num_heads=2"]),
     ("gated_deltanet", {"expand_v": 1.5}, ["expand_v gives 1.5", "whole number"]),
-    ("gated_deltanet", {"attn": 3}, ["attn is 3; it should be an object, a list of objects or null"]),
+    ("gated_deltanet", {"attn": 3}, ["attn is 3; it must be an object, a list of objects or null"]),
     ("gated_deltanet", {"attn": {"layers": [2], "num_heads": 2}}, ["attn: layers is [2]", "from 0 to 1"]),
     ("gated_deltanet", {"attn": {"layers": [0, 0], "num_heads": 2}}, ["attn: layers is [0, 0]", "different"]),
     ("gated_deltanet", {"attn": {"layers": [0]}}, ["attn: num_heads is missing"]),
@@ -157,20 +157,20 @@ CONFIGS = [
     ("olmo_hybrid", {"sliding_window": 8}, ["'sliding_window'", "not known"]),
     ("rwkv7", {"norm_bias": False}, ["norm_bias is False"]),
     ("rwkv7", {"hidden_act": "relu"}, ["hidden_act is 'relu'", "'sqrelu'"]),
-    ("rwkv7", {"value_dim": [12, 24]}, ["value_dim is [12, 24]; it should be 12 or [12, 12]"]),
-    ("rwkv7", {"num_heads": 4}, ["num_heads is 4; it should be 3"]),
+    ("rwkv7", {"value_dim": [12, 24]}, ["value_dim is [12, 24]; it must be 12 or [12, 12]"]),
+    ("rwkv7", {"num_heads": 4}, ["num_heads is 4; it must be 3"]),
     ("rwkv7", {"head_dim": 5, "num_heads": None}, ["head_dim is 5; it should divide hidden_size, 12"]),
     ("rwkv7", {"attn": {"layers": [1]}}, ["attn is {'layers': [1]}"]),
     ("granitemoehybrid", {"num_local_experts": 8, "intermediate_size": 8}, ["block_sparse_moe", "missing"]),
-    ("granitemoehybrid with experts", {"num_local_experts": 2}, ["block_sparse_moe", "(3, 16, 12), should be (2, 16, 12)"]),
+    ("granitemoehybrid with experts", {"num_local_experts": 2}, ["block_sparse_moe", "(3, 16, 12), must be (2, 16, 12)"]),
     ("granitemoehybrid with experts", {"num_local_experts": 0}, ["block_sparse_moe"]),
     ("granitemoehybrid with experts", {"num_experts_per_tok": 4}, ["per_token=4 is more than the 3 experts"]),
     ("granitemoehybrid", {"attention_bias": True}, ["attention_bias is True"]),
-    ("granitemoehybrid", {"mamba_d_head": 4}, ["mamba_d_head is 4; it should be 6 or 'auto'"]),
+    ("granitemoehybrid", {"mamba_d_head": 4}, ["mamba_d_head is 4; it must be 6 or 'auto'"]),
     ("granitemoehybrid", {"layers_block_type": ["mamba", "mlp"]}, ["layers_block_type is", "'mamba' or"]),
     ("granitemoehybrid", {"residual_multiplier": 0}, ["residual_multiplier is 0", "positive"]),
     ("bamba", {"attn_layer_indices": [2]}, ["attn_layer_indices is [2]", "from 0 to 1"]),
-    ("bamba", {"attn_rotary_emb": 4}, ["attn_rotary_emb is 4; it should be 2"]),
+    ("bamba", {"attn_rotary_emb": 4}, ["attn_rotary_emb is 4; it must be 2"]),
     ("falcon_h1", {"ssm_multipliers": [1.0, 1.0]}, ["ssm_multipliers is [1.0, 1.0]", "a list of 5 positive numbers"]),
     ("falcon_h1", {"projectors_bias": True}, ["projectors_bias is True"]),
     ("falcon_h1", {"mamba_d_ssm": 16}, ["mamba_n_heads is 3", "a divisor of mamba_d_ssm, 16"]),
@@ -181,12 +181,12 @@ CONFIGS = [
     ("nemotron_h with experts", {"n_group": 3}, ["groups=3 does not divide number=4"]),
     ("kimi_linear", {"mla_use_nope": False}, ["mla_use_nope is False"]),
     ("kimi_linear", {"moe_router_activation_func": "softmax"}, ["moe_router_activation_func is 'softmax'"]),
-    ("kimi_linear", {"qk_head_dim": 7}, ["qk_head_dim is 7; it should be 5"]),
+    ("kimi_linear", {"qk_head_dim": 7}, ["qk_head_dim is 7; it must be 5"]),
     ("kimi_linear", {"linear_attn_config": {"kda_layers": [1], "full_attn_layers": [1, 2]}}, ["each layer from 1 to 3 once"]),
     ("kimi_linear", {"linear_attn_config": {"kda_layers": [0]}}, ["each layer from 1 to 3 once"]),
     ("kimi_linear", {"linear_attn_config": {"gate": "full"}}, ["linear_attn_config: the meaning of 'gate'"]),
     ("kimi_linear", {"first_k_dense_replace": 3}, ["block_sparse_moe", "which it has not"]),
-    ("nemotron_h", {"num_hidden_layers": 6}, ["num_hidden_layers is 6; it should be 5"]),
+    ("nemotron_h", {"num_hidden_layers": 6}, ["num_hidden_layers is 6; it must be 5"]),
     ("nemotron_h", {"sliding_window": 64}, ["sliding_window is 64"]),
     ("nemotron_h", {"num_nextn_predict_layers": 1}, ["num_nextn_predict_layers is 1"]),
     ("lfm2", {"conv_bias": True}, ["conv_bias is True"]),
@@ -194,9 +194,9 @@ CONFIGS = [
     ("kda", {"lower_bound": 1.0, "safe_gate": False}, ["lower_bound is 1.0", "negative"]),
     ("gated_deltaproduct", {"use_output_gate": False}, ["use_output_gate is False"]),
     ("comba", {"use_inner_decay": False}, ["use_inner_decay is False"]),
-    ("mesa_net", {"max_cg_step_decoding": 5}, ["max_cg_step_decoding is 5; it should be 30"]),
+    ("mesa_net", {"max_cg_step_decoding": 5}, ["max_cg_step_decoding is 5; it must be 30"]),
     ("falcon_mamba", {"intermediate_size": 20}, ["intermediate_size is 20"]),
-    ("mamba3", {"mimo_rank": 1}, ["mimo_rank is 1; it should be larger"]),
+    ("mamba3", {"mimo_rank": 1}, ["mimo_rank is 1; it must be larger"]),
     ("lfm2", {"layer_types": ["conv", "conv1d"]}, ["layer_types is", "'conv' or 'full_attention'"]),
     ("lfm2", {"model_type": "lfm2_moe"}, ["model_type 'lfm2_moe'"]),
     *(
@@ -304,7 +304,7 @@ FOLDERS = [
     (
         1,
         text("generation_config.json", '{"eos_token_id": 264}'),
-        ["eos token is 264; it should be an integer from 0 to 263"],
+        ["eos token is 264; it must be an integer from 0 to 263"],
     ),
     (
         1,
@@ -360,7 +360,7 @@ def test_refuses_places_and_tokenizers(tmp_path):
         lambda: import_weights(source, "gs://bucket/run", tokenizer="byte"),
         lambda: export_weights(run_dir, "gs://bucket/out"),
     ):
-        with pytest.raises(ConfigError, match=r"'gs://bucket/\w+' is in a store; it should be on a disk"):
+        with pytest.raises(ConfigError, match=r"'gs://bucket/\w+' is in a store; it must be on a disk"):
             call()
     with pytest.raises(ConfigError, match=r"there is no run in it"):
         export_weights(run_dir, tmp_path / "out")
@@ -398,7 +398,7 @@ def test_nothing_is_left_of_a_failed_import(tmp_path, monkeypatch):
 @pytest.mark.parametrize("value", [{"a": "bfloat16"}, "bfloat17", ["bfloat16"]])
 def test_refuses_an_unknown_dtype(value):
     family = next(family for family in FAMILIES if family.name == "mamba2")
-    with pytest.raises(ConfigError, match=r"torch_dtype is .*; it should be 'float32' or 'float16' or 'bfloat16'"):
+    with pytest.raises(ConfigError, match=r"torch_dtype is .*; it must be 'float32' or 'float16' or 'bfloat16'"):
         family.to_ours({**peers.PEERS["mamba2"][0], "torch_dtype": value}, Sizes())
 
 

@@ -43,7 +43,7 @@ def refused(call, words):
 def test_a_state_of_longer_chunks():
     longer = rules.titans(chunk_size=8)
     _, state = scan(longer)
-    refused(lambda: scan(state=state), r"state.position has the value 6, should be in \[0, 3\]")
+    refused(lambda: scan(state=state), r"state.position has the value 6, must be in \[0, 3\]")
     scan(longer, state=state)
 
 
@@ -51,7 +51,7 @@ def test_a_state_of_longer_chunks():
 def test_window_counts_out_of_range(count):
     params, _, _ = parts(WINDOWED)
     state = memory.init_state(WINDOWED, params, batch_size=B)._replace(window_count=jnp.full((B,), count))
-    refused(lambda: scan(WINDOWED, state=state), rf"state.window_count has the value {count}, should be in \[0, 2\]")
+    refused(lambda: scan(WINDOWED, state=state), rf"state.window_count has the value {count}, must be in \[0, 2\]")
 
 
 def test_segments_that_would_meet_when_cast():

@@ -162,9 +162,9 @@ def call(rule=None, **changes):
 
 GATES = memory.Gates(jnp.ones((2, 5, 3)), jnp.ones((2, 5, 3)), window_weights=jnp.ones((2, 5, 3, 3)))
 BAD_CALLS = {
-    r"q has shape \(2, 5, 4\), should be \[batch, time, 3, 4\]": {"q": jnp.ones((2, 5, 4))},
-    r"k has shape \(2, 6, 3, 4\), should be \[2, 5, 3, 4\]": {"k": jnp.ones((2, 6, 3, 4))},
-    r"v has shape \(2, 5, 2, 4\), should be \[2, 5, 3, 4\]": {"v": jnp.ones((2, 5, 2, 4))},
+    r"q has shape \(2, 5, 4\), must be \[batch, time, 3, 4\]": {"q": jnp.ones((2, 5, 4))},
+    r"k has shape \(2, 6, 3, 4\), must be \[2, 5, 3, 4\]": {"k": jnp.ones((2, 6, 3, 4))},
+    r"v has shape \(2, 5, 2, 4\), must be \[2, 5, 3, 4\]": {"v": jnp.ones((2, 5, 2, 4))},
     r"k must be floating point, got int32": {"k": jnp.ones((2, 5, 3, 4), jnp.int32)},
     r"the same dtype, got q float32 and v bfloat16": {"v": jnp.ones((2, 5, 3, 4), jnp.bfloat16)},
     r"gates.momentum_decay is given, but this rule has no such gate": {"gates": GATES._replace(momentum_decay=jnp.ones((2, 5, 3)))},
@@ -200,7 +200,7 @@ def test_a_state_of_another_rule_or_batch_is_refused():
         call(state=memory.init_state(other, params, batch_size=2))
     rule = rules.omeganet(8, 3, features=features.Identity())
     params = memory.init_params(rule, jax.random.key(0), num_heads=3, key_dim=4, value_dim=4)
-    with pytest.raises(ValueError, match=r"state.* has shape \(1, .*should be \[2, "):
+    with pytest.raises(ValueError, match=r"state.* has shape \(1, .*must be \[2, "):
         call(state=memory.init_state(rule, params, batch_size=1))
     with pytest.raises(ValueError, match="coefficients"):
         memory.init_state(rules.omeganet(8, 3), params, batch_size=1)

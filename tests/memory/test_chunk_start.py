@@ -44,7 +44,7 @@ def test_bad_input():
     rule = RULES["titans"]
     params, q, k, v, gates = make_inputs(rule, time=12)
     _, state = memory.scan(rule, params, None, q, k, v, gates)
-    with pytest.raises(ValueError, match=r"with at_chunk_start, state.position has the value 4, should be in \[0, 0\]"):
+    with pytest.raises(ValueError, match=r"with at_chunk_start, state.position has the value 4, must be in \[0, 0\]"):
         memory.scan(rule, params, state, q, k, v, gates, at_chunk_start=True)
     ids = jnp.zeros((2, 12), jnp.int32)
     with pytest.raises(ValueError, match="at_chunk_start is given with segment_ids"):

@@ -46,14 +46,14 @@ def test_measured_rows_decide(tmp_path):
 
 def test_malformed_tables_are_refused(tmp_path):
     wrong = {
-        "should be one of": {"platform": "rocm"},
+        "must be one of": {"platform": "rocm"},
         "kernel='attention'": {"kernel": "attention"},
         "dtype='float16'": {"dtype": "float16"},
-        "should be 'pallas_gpu' on 'cuda'": {"implementation": "pallas_tpu"},
-        "head_dim=64.0, should be an integer": {"head_dim": 64.0},
+        "must be 'pallas_gpu' on 'cuda'": {"implementation": "pallas_tpu"},
+        "head_dim=64.0, must be an integer": {"head_dim": 64.0},
         "ratio_to_xla=nan": {"ratio_to_xla": float("nan")},
         "ratio_to_xla='3'": {"ratio_to_xla": "3"},
-        "device='', should be a string": {"device": ""},
+        "device='', must be a string": {"device": ""},
         r"row 2 has \['command'": {"speed": 1},
     }
     for message, change in wrong.items():

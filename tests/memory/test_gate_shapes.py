@@ -44,9 +44,9 @@ def test_one_value_for_each_head():
 @pytest.mark.parametrize(
     ("gate", "message"),
     [
-        (jnp.full((2, 37, 2), 0.99, jnp.bfloat16), r"gates\.retention is bfloat16, should be float32"),
-        (np.full((2, 37, 2), 0.99, np.float16), r"gates\.retention is float16, should be float32"),
-        (jnp.full((3,), 0.9), r"gates\.retention has shape \(3,\), should be \[2, 37, 2\]"),
+        (jnp.full((2, 37, 2), 0.99, jnp.bfloat16), r"gates\.retention is bfloat16, must be float32"),
+        (np.full((2, 37, 2), 0.99, np.float16), r"gates\.retention is float16, must be float32"),
+        (jnp.full((3,), 0.9), r"gates\.retention has shape \(3,\), must be \[2, 37, 2\]"),
         (jnp.ones((2, 37, 2), jnp.int32), r"gates\.retention must be floating point"),
         (True, r"gates\.retention must be an array"),
         ("0.9", r"gates\.retention must be an array"),
@@ -63,5 +63,5 @@ def test_an_axis_of_channels_is_never_guessed():
     """[batch, time, heads] could be taken for [time, heads, channels] where the sizes agree."""
     rule = RULES["gla"]
     params, q, k, v, gates = make_inputs(rule, batch=3, time=3, heads=4)
-    with pytest.raises(ValueError, match=r"gates\.retention has shape \(3, 3, 4\), should be \[3, 3, 4, 4\]"):
+    with pytest.raises(ValueError, match=r"gates\.retention has shape \(3, 3, 4\), must be \[3, 3, 4, 4\]"):
         memory.scan(rule, params, None, q, k, v, gates._replace(retention=jnp.ones((3, 3, 4))))

@@ -231,11 +231,11 @@ def test_save_and_load(tmp_path):
         (lambda: HierarchicalRule(rules.dot()), "whose state does not grow"),
         (lambda: HierarchicalRule(memory.CachedRule(rules.titans())), "has no chunks"),
         (lambda: HierarchicalRule(rules.linear_attention()), "chunk size has an effect"),
-        (lambda: HierarchicalRule(rules.titans(), 4, (8,)), "local_chunks has 8, should be at most global_chunk=4"),
-        (lambda: HierarchicalRule(rules.titans(), 64, (6,), 64), "restart=64 should be a multiple of each of local_chunks"),
-        (lambda: HierarchicalRule(rules.titans(), 64, (16,), 8), "restart=8 should be a multiple"),
-        (lambda: HierarchicalRule(rules.titans(), 64, ()), "local_chunks is \\(\\), should be numbers"),
-        (lambda: HierarchicalRule(rules.titans(), 64, 8), "local_chunks is 8, should be numbers"),
+        (lambda: HierarchicalRule(rules.titans(), 4, (8,)), "local_chunks has 8, must be at most global_chunk=4"),
+        (lambda: HierarchicalRule(rules.titans(), 64, (6,), 64), "restart=64 must be a multiple of each of local_chunks"),
+        (lambda: HierarchicalRule(rules.titans(), 64, (16,), 8), "restart=8 must be a multiple"),
+        (lambda: HierarchicalRule(rules.titans(), 64, ()), "local_chunks is \\(\\), must be numbers"),
+        (lambda: HierarchicalRule(rules.titans(), 64, 8), "local_chunks is 8, must be numbers"),
         (lambda: HierarchicalRule(rules.titans(), 64, (8,), fine_chunks=(2, 4)), "should have 1 numbers"),
         (lambda: HierarchicalRule(rules.gated_delta_rule(), 64, (8,)), "clashes"),
     ],
@@ -267,7 +267,7 @@ def test_a_state_that_is_beyond_its_shard_or_chunk(name, where):
     state = memory.init_state(rule, params, batch_size=2)
     beyond = lambda state: state._replace(position=state.position + 9)
     bad = beyond(state) if name == "position" else state._replace(local_memories=(beyond(state.local_memories[0]),))
-    with pytest.raises(ValueError, match=rf"{where}.position has the value 9, should be in \[0, [18]\]"):
+    with pytest.raises(ValueError, match=rf"{where}.position has the value 9, must be in \[0, [18]\]"):
         memory.read(rule, params, bad, jnp.ones((2, 1, 2, 4)))
 
 

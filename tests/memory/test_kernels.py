@@ -236,7 +236,7 @@ def test_what_is_supported():
     assert "chunk_size=12" in reasons["atlas_every"]
     assert "KL" in reasons["memora"]
     assert "Huber" in reasons["yaad_window"]
-    assert "chunk_size=4, should be one of" in reasons["omeganet_window_over_chunk"]
+    assert "chunk_size=4, must be one of" in reasons["omeganet_window_over_chunk"]
 
 
 def test_what_gpus_refuse():
@@ -252,7 +252,7 @@ def test_what_gpus_refuse():
         "pallas_gpu", rule, wide, None, q, False
     )
     assert "LayerNorm" in reasons["ttt_mlp"]
-    assert "chunk_size=8, should be at least 16" in reasons["titans"]
+    assert "chunk_size=8, must be at least 16" in reasons["titans"]
     assert reasons["gated_delta_rule"] is None
     assert reasons["gla"] is reasons["rwkv7"] is reasons["gdn2"] is None
     assert reasons["swla"] is None
@@ -301,7 +301,7 @@ def test_refused():
     cut = lambda which: jax.tree.map(lambda x: x[:, which], (q, k, v, gates))
     with pytest.raises(ValueError, match="7 tokens are less than one chunk of 8"):
         PALLAS(rule, params, None, *cut(slice(7)))
-    with pytest.raises(ValueError, match="float16, should be float32 or bfloat16"):
+    with pytest.raises(ValueError, match="float16, must be float32 or bfloat16"):
         PALLAS(rule, params, None, *(x.astype(jnp.float16) for x in (q, k, v)), gates)
     wide = jax.eval_shape(lambda: make_inputs(rule, key_dim=512, value_dim=512, time=16))
     with pytest.raises(ValueError, match=r"'W1': \(512, 2048\).*more than"):
@@ -347,7 +347,7 @@ def test_bad_partitions():
     with pytest.raises(ValueError, match=r"should name different axes of the mesh, which has \('data', 'tensor'\)"):
         Partition(mesh, ("batch",))
     with pytest.raises(
-        TypeError, match=r"Partition: batch is 'data'; it should be a tuple of axis names, such as \('data',\)"
+        TypeError, match=r"Partition: batch is 'data'; it must be a tuple of axis names, such as \('data',\)"
     ):
         Partition(mesh, "data")
     assert Partition(mesh, ["data"]) == Partition(mesh, ("data",))

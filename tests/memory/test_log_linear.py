@@ -174,11 +174,11 @@ def test_more_tokens_than_the_state_has_levels_for_are_nan():
     ("make", "message"),
     [
         (lambda: LogLinearRule(rules.titans(3), 4), "segment_size=4 must be a multiple of the rule's chunk_size=3"),
-        (lambda: LogLinearRule(SoftmaxRule(structures.Matrix())), "rule is a SoftmaxRule, should be one whose state"),
+        (lambda: LogLinearRule(SoftmaxRule(structures.Matrix())), "rule is a SoftmaxRule, must be one whose state"),
         (lambda: LogLinearRule("titans"), "rule must be a MemoryRule, got str"),
         (lambda: LogLinearRule(CASES["titans"]), "rule must be a MemoryRule, got LogLinearRule"),
         (lambda: LogLinearRule(rules.titans(), levels=0), "levels"),
-        (lambda: LogLinearRule(rules.titans(), levels=31), "levels=31 should be at most 30"),
+        (lambda: LogLinearRule(rules.titans(), levels=31), "levels=31 must be at most 30"),
     ],
 )
 def test_refused_rules(make, message):

@@ -212,7 +212,7 @@ def test_states_in_files_and_gates(tmp_path):
         "solver must be .*got 'cg'": lambda *_: rules.mesa("cg"),
         "steps must be an integer ≥ 1, got 0": lambda *_: rules.mesa(steps=0),
         "floor must be a number > 0, got 0": lambda *_: rules.mesa(floor=0),
-        r"params.ridge has shape \(2, 3\), should be \[2, 4\]": lambda run, params: run(
+        r"params.ridge has shape \(2, 3\), must be \[2, 4\]": lambda run, params: run(
             params._replace(ridge=params.ridge[:, 1:])
         ),
         "params must be MesaParams with weights": lambda run, params: run(params.ridge),

@@ -133,7 +133,7 @@ def test_segments_of_a_cache_are_averages(x64):
 
 def test_what_cannot_be_normalized():
     for wrong in (rules.delta_rule(), rules.swla(window=2), rules.titans()):
-        with pytest.raises(ValueError, match="should be a sum of outer products"):
+        with pytest.raises(ValueError, match="must be a sum of outer products"):
             NormalizedRule(wrong)
     for odd in (features.Identity(), features.Homogeneous(3)):
         with pytest.raises(ValueError, match="is_positive"):

@@ -137,7 +137,7 @@ def test_a_state_may_be_one_array(x64):
 
 def test_what_does_not_fit_is_named():
     params, q, k, v, gates, _ = inputs(dtype=jnp.float32)
-    with pytest.raises(ValueError, match=r"k has shape \(2, 12, 2, 4\), should be \[2, 13, 2, 4\]"):
+    with pytest.raises(ValueError, match=r"k has shape \(2, 12, 2, 4\), must be \[2, 13, 2, 4\]"):
         memory.scan(RULE, params, None, q, k[:, 1:], v, gates)
     with pytest.raises(
         ValueError, match=r"gates\.step_size is given, but this rule has no such gate \(it has retention\)"

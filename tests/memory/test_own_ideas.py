@@ -178,17 +178,17 @@ class CountsInIntegers(Adam):
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
-        ({"features": WrongFeatures()}, r"WrongFeatures.apply returned shape \(2, 15\) .* it should be \(2, 16\)"),
-        ({"structure": WrongStructure()}, r"WrongStructure.apply returned shape \(2, 8\) .* it should be \(2, 4\)"),
+        ({"features": WrongFeatures()}, r"WrongFeatures.apply returned shape \(2, 15\) .* it must be \(2, 16\)"),
+        ({"structure": WrongStructure()}, r"WrongStructure.apply returned shape \(2, 8\) .* it must be \(2, 4\)"),
         ({"structure": WrongUse()}, "WrongUse.apply uses the weight 'W2' twice"),
-        ({"structure": WrongInput()}, r"'W1' of shape \(4, 8\) is applied to an array of shape \(2, 4\); it should be \(2, 8\)"),
+        ({"structure": WrongInput()}, r"'W1' of shape \(4, 8\) is applied to an array of shape \(2, 4\); it must be \(2, 8\)"),
         ({"objective": WrongLoss()}, r"WrongLoss.loss returned shape \(2, 4\) .* one number for each token, \(2,\)"),
-        ({"retention": WrongDecay()}, r"WrongDecay.decay returned shape \(\d+,\) for a weight of shape .*; it should be \("),
+        ({"retention": WrongDecay()}, r"WrongDecay.decay returned shape \(\d+,\) for a weight of shape .*; it must be \("),
         ({"retention": WrongMap(), "chunk_size": 1}, r"WrongMap.map returned shape \(\d+,\) for a weight"),
         ({"optimizer": WrongSteps()}, r"WrongSteps.update returned the steps .* one for each weight, {'W1': \(4, 16\)"),
         ({"optimizer": WrongState()}, r"WrongState.update returned the state {W1: float32\[\], .*like that of init, {W1: float"),
-        ({"optimizer": StepsOnly()}, r"StepsOnly.update returned {W1.* it should be a tuple"),
-        ({"optimizer": CountsInIntegers()}, r"init returned the state {.*count: int32\[\].* should be floating point"),
+        ({"optimizer": StepsOnly()}, r"StepsOnly.update returned {W1.* it must be a tuple"),
+        ({"optimizer": CountsInIntegers()}, r"init returned the state {.*count: int32\[\].* must be floating point"),
     ],
     ids=lambda x: type(next(iter(x.values()))).__name__ if isinstance(x, dict) else "",
 )  # fmt: skip

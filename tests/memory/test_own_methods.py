@@ -169,12 +169,12 @@ def _init(**parts):
     return rule, memory.init_params(rule, jax.random.key(0), num_heads=1, key_dim=4, value_dim=4)
 
 
-_DICT = "it should be a dict, name → (out, in), of at least one weight with integers ≥ 1."
+_DICT = "it must be a dict, name → (out, in), of at least one weight with integers ≥ 1."
 _SIZES = "for features of size 4 and values of size 4"
-_ORDER = "the first weight, 'V', should be the outermost with 4 rows, and the last, 'W', should read the features with 4 columns."
+_ORDER = "the first weight, 'V', must be the outermost with 4 rows, and the last, 'W', should read the features with 4 columns."
 _TRACED = "(JAX traces it without values: use jnp.where instead of `if`, and neither float() nor NumPy)."
 _MISTAKES = {
-    "loss of integers": ({"objective": Whole()}, "Whole.loss returned int32 for outputs (2, 4); it should be floating point."),
+    "loss of integers": ({"objective": Whole()}, "Whole.loss returned int32 for outputs (2, 4); it must be floating point."),
     "two arguments": ({"objective": Two()}, "Two.loss failed: Two.loss() takes 3 positional arguments but 4 were given."),
     "no loss": ({"objective": Unwritten()}, "Unwritten.loss is not implemented."),
     "threshold": ({"objective": Thresholded()}, "(threshold is None; with uses_threshold = True it is the gate)."),
@@ -202,12 +202,12 @@ _MISTAKES = {
     "if": ({"optimizer": Branching()}, _TRACED),
     "no update": ({"optimizer": Unmoving()}, "Unmoving.update is not implemented."),
     "decay": ({"retention": Ungated()}, "Ungated.decay failed: Ungated.decay() takes 2 positional arguments but 3 were given."),
-    "map": ({"retention": Unmapped()}, "Unmapped.map returned shape (4,) for a weight of shape (4, 4); it should be (4, 4)."),
+    "map": ({"retention": Unmapped()}, "Unmapped.map returned shape (4,) for a weight of shape (4, 4); it must be (4, 4)."),
     "degree_one": (
         {"features": Residual(), "structure": structures.MLP()},
-        "Residual.degree_one returned shape (2, 8) for keys of shape (2, 4); it should be (2, 4).",
+        "Residual.degree_one returned shape (2, 8) for keys of shape (2, 4); it must be (2, 4).",
     ),
-    "dim": ({"features": Fractional()}, "Fractional.dim returned 6.0 for a key of size 4; it should be an integer ≥ 1."),
+    "dim": ({"features": Fractional()}, "Fractional.dim returned 6.0 for a key of size 4; it must be an integer ≥ 1."),
     "no dim": ({"features": Undimensioned()}, "Undimensioned.dim is not implemented."),
     "key_dim": ({"features": Fixed()}, "Fixed.key_dim failed: Fixed() has 8 features for several key sizes."),
     "coefficients": ({"features": Scaled()}, "(coefficients is None, as init returns)."),
@@ -268,11 +268,11 @@ def _optimizer(**traits):
 @pytest.mark.parametrize(
     ("traits", "words"),
     [
-        ({"every": 0}, "its every=0, which should be an integer ≥ 1"),
-        ({"every": 2.0}, r"its every=2.0, which should be an integer ≥ 1"),
-        ({"orthogonalizes": True, "has_momentum": True, "schedule": "standard"}, "its steps=None, which should be an integer ≥ 0"),
-        ({"orthogonalizes": True, "has_momentum": True, "steps": 5}, "its schedule=None, which should be 'standard' or"),
-        ({"orthogonalizes": True, "steps": 5, "schedule": "standard"}, "its has_momentum=False, which should be True"),
+        ({"every": 0}, "its every=0, which must be an integer ≥ 1"),
+        ({"every": 2.0}, r"its every=2.0, which must be an integer ≥ 1"),
+        ({"orthogonalizes": True, "has_momentum": True, "schedule": "standard"}, "its steps=None, which must be an integer ≥ 0"),
+        ({"orthogonalizes": True, "has_momentum": True, "steps": 5}, "its schedule=None, which must be 'standard' or"),
+        ({"orthogonalizes": True, "steps": 5, "schedule": "standard"}, "its has_momentum=False, which must be True"),
     ],
 )  # fmt: skip
 def test_traits_of_an_optimizer_are_checked(traits, words):
@@ -313,6 +313,6 @@ class Widening(Counted):
 
 def test_a_state_that_becomes_float64_is_refused(x64):
     with pytest.raises(
-        ValueError, match=r"Widening.update returned the state {scale: float64\[1\]}; it should be like that"
+        ValueError, match=r"Widening.update returned the state {scale: float64\[1\]}; it must be like that"
     ):
         _init(structure=structures.MLP(), optimizer=Widening())

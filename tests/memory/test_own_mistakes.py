@@ -67,7 +67,7 @@ class Started(Own):
 @pytest.mark.parametrize(
     ("initial", "words"),
     [
-        (lambda shapes: {"A": jnp.zeros(shapes["A"])}, "{A: float32.4, 4.}; it should be a dict of floating-point"),
+        (lambda shapes: {"A": jnp.zeros(shapes["A"])}, "{A: float32.4, 4.}; it must be a dict of floating-point"),
         (lambda shapes: [jnp.zeros(shape) for shape in shapes.values()], "returned .float32.4, 4., float32.4, 4..;"),
         (lambda shapes: {name: jnp.zeros((4, 3)) for name in shapes}, "shapes of weight_shapes, {'A': .4, 4., 'B': .4, 4.}"),
         (lambda shapes: {name: jnp.zeros(shape, jnp.int32) for name, shape in shapes.items()}, "{A: int32.4, 4., B: int32"),
@@ -96,14 +96,14 @@ class Coefficients(features.Features):
 
 @pytest.mark.parametrize("initial", [float, tuple, lambda: np.ones((), np.int32)])
 def test_initial_coefficients_are_a_floating_point_array(initial):
-    with pytest.raises(ValueError, match=r"Coefficients.init returned .+; it should be None or a floating-point array"):
+    with pytest.raises(ValueError, match=r"Coefficients.init returned .+; it must be None or a floating-point array"):
         _call(_rule(structure=Own(), features=Coefficients(initial)))
 
 
 @pytest.mark.parametrize(
     ("names", "words"),
     [
-        (("A", "B", "A"), "Own.apply uses the weight 'A' twice; every weight should be applied exactly once"),
+        (("A", "B", "A"), "Own.apply uses the weight 'A' twice; every weight must be applied exactly once"),
         (("A", "W"), "Own.apply uses the weight 'W', which weight_shapes does not have .it has A, B."),
         (("A",), "Own.apply does not use the weight 'B' of weight_shapes"),
     ],
@@ -116,7 +116,7 @@ def test_a_structure_applies_each_of_its_weights_once(names, words):
 @pytest.mark.parametrize("loss", [Unsummed, Total])
 def test_a_loss_is_one_number_for_each_token(loss):
     with pytest.raises(
-        ValueError, match=f"{loss.__name__}.loss returned shape .*; it should be one number for each token"
+        ValueError, match=f"{loss.__name__}.loss returned shape .*; it must be one number for each token"
     ):
         _call(_rule(structure=structures.Matrix(), objective=loss()))
 
@@ -142,7 +142,7 @@ def test_a_layer_may_be_a_number(delta):
 
 @pytest.mark.parametrize(
     ("layer", "words"),
-    [(2, r"layer has the value 2, should be in \[0, 1\]"), (-1, "layer has the value -1"), (1.0, "layer must be an integer"),
+    [(2, r"layer has the value 2, must be in \[0, 1\]"), (-1, "layer has the value -1"), (1.0, "layer must be an integer"),
      ("a", "layer must be an integer or None, got 'a'"), (True, "layer must be an integer")],
 )  # fmt: skip
 def test_another_layer_is_refused(delta, layer, words):
@@ -177,7 +177,7 @@ def test_integer_gates_and_other_partitions_are_named(delta):
 
 @pytest.mark.parametrize("write", [lambda: rules.delta_rule(), None])
 def test_a_rule_is_registered_with_what_it_writes(write):
-    with pytest.raises(TypeError, match=r"rules.register: write is .*; it should be text"):
+    with pytest.raises(TypeError, match=r"rules.register: write is .*; it must be text"):
         rules.register(write)
 
 

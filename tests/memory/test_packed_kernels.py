@@ -216,5 +216,5 @@ def test_too_many_segments():
 def test_chunks_that_a_gpu_cannot_restart_are_refused():
     q, beta = jnp.zeros((1, 16, 2, 8)), jnp.zeros((1, 16, 2))
     segments = Segments(jnp.ones((1, 2), jnp.int32), jnp.zeros((2, 8, 8)), jnp.ones((1, 16)))
-    with pytest.raises(ValueError, match="chunk_size=8, should be at least 16 with segments on a GPU"):
+    with pytest.raises(ValueError, match="chunk_size=8, must be at least 16 with segments on a GPU"):
         delta_rule(q, q, q, beta, chunk_size=8, segments=segments, implementation="pallas_gpu")

@@ -140,7 +140,7 @@ def test_damaged_files(tmp_path):
         load()
     safetensors = pytest.importorskip("safetensors.numpy")
     safetensors.save_file({"x": np.zeros(3)}, damaged)
-    with pytest.raises(ValueError, match="is a file of other tensors; it should be one of the state of a memory"):
+    with pytest.raises(ValueError, match="is a file of other tensors; it must be one of the state of a memory"):
         load()
     damaged.write_bytes(content.replace(b'"format":"1"', b'"format":"9"'))
     with pytest.raises(ValueError, match=r"written by atlasjax 0.1.0 in format 9; atlasjax 0.1.0 reads format 1"):

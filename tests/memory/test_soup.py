@@ -99,11 +99,11 @@ def test_refused():
     for states in (state, []):
         with pytest.raises(TypeError, match="states must be a list of at least one state"):
             soup(states)
-    with pytest.raises(ValueError, match=r"state\.memory\['W1'\] has shape \(2, .*, should be \[3, "):
+    with pytest.raises(ValueError, match=r"state\.memory\['W1'\] has shape \(2, .*, must be \[3, "):
         soup([state, jax.tree.map(lambda x: x[:2], other)])
-    with pytest.raises(ValueError, match=r"weights has shape \(3,\), should be \[2\]"):
+    with pytest.raises(ValueError, match=r"weights has shape \(3,\), must be \[2\]"):
         soup([state, other], [1.0, 2.0, 3.0])
-    with pytest.raises(ValueError, match=r"weights are \[1.0, nan\]; they should be finite"):
+    with pytest.raises(ValueError, match=r"weights are \[1.0, nan\]; they must be finite"):
         soup([state, other], [1.0, float("nan")])
     with pytest.raises(TypeError, match=r"states\[1\]\.memory\['W1'\] must be an array"):
         soup([state, jax.tree.map(lambda x: None, other)._replace(memory={"W1": "x"})])

@@ -104,7 +104,7 @@ def test_a_short_call_is_one_piece():
 def test_bad_input():
     rule = rules.titans(chunk_size=8)
     params, *tokens = make_inputs(rule, time=16)
-    with pytest.raises(ValueError, match="truncation is 12; it should be a multiple of the rule's chunk size, 8"):
+    with pytest.raises(ValueError, match="truncation is 12; it must be a multiple of the rule's chunk size, 8"):
         memory.scan(rule, params, None, *tokens, truncation=12)
     with pytest.raises(ValueError, match=r"truncation must be an integer ≥ 1, got 0\."):
         memory.scan(rule, params, None, *tokens, truncation=0)

@@ -24,20 +24,20 @@ def hierarchy(**choices):
     return memory.HierarchicalRule(rules.titans(chunk_size=8), **{"global_chunk": 8, "restart": 32} | choices)
 
 
-WIDTH = r"removal_key has shape .*5\), should be \[1, 6, 1, 4\]"
+WIDTH = r"removal_key has shape .*5\), must be \[1, 6, 1, 4\]"
 CASES = {
     "gdn2, r wider than k": (lambda: scan(rules.gdn2(), removal_key=ones(1, 6, 1, 5)), WIDTH),
     "comba, r wider than k": (lambda: scan(rules.comba(), removal_key=ones(1, 6, 1, 5)), WIDTH),
-    "pgdn, k wider than r": (lambda: scan(rules.pgdn(), key_dim=5, removal_key=ones(1, 6, 1, 4)), r"k has shape .*, should be"),
-    "rows of no whole tokens": (lambda: last_reads(ones(1, 7, 1, 4), 2), "y has 7 rows, which should be a multiple of writes=2"),
+    "pgdn, k wider than r": (lambda: scan(rules.pgdn(), key_dim=5, removal_key=ones(1, 6, 1, 4)), r"k has shape .*, must be"),
+    "rows of no whole tokens": (lambda: last_reads(ones(1, 7, 1, 4), 2), "y has 7 rows, which must be a multiple of writes=2"),
     "step sizes of other writes": (
         lambda: interleaved(ones(1, 6, 1, 4), ones(1, 6, 2, 1, 4), ones(1, 6, 2, 1, 4), memory.Gates(step_size=ones(1, 6, 3, 1))),
         "step_size",
     ),
     "curvature of other heads": (lambda: preconditioned_keys(ones(1, 6, 2, 4), ones(1, 6, 2), ones(1, 6, 3)), "retention"),
     "no chunk": (lambda: rules.lact(0), "chunk_size"),
-    "local chunk above the global one": (lambda: hierarchy(local_chunks=(16,)), "has 16, should be at most global_chunk=8"),
-    "restart inside a local chunk": (lambda: hierarchy(local_chunks=(6,)), "restart=32 should be a multiple of each"),
+    "local chunk above the global one": (lambda: hierarchy(local_chunks=(16,)), "has 16, must be at most global_chunk=8"),
+    "restart inside a local chunk": (lambda: hierarchy(local_chunks=(6,)), "restart=32 must be a multiple of each"),
 }  # fmt: skip
 
 

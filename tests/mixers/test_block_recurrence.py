@@ -135,13 +135,13 @@ def test_bfloat16():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda q, k, v: parallel(q, k[:, :3], v), r"k has shape .*should be .*time=10"),
-        (lambda q, k, v: parallel(q[..., :3], k[..., :3], v), "key_dim is 3, should be even"),
+        (lambda q, k, v: parallel(q, k[:, :3], v), r"k has shape .*must be .*time=10"),
+        (lambda q, k, v: parallel(q[..., :3], k[..., :3], v), "key_dim is 3, must be even"),
         (lambda q, k, v: parallel(q, k, v, size=0), "block_size must be an integer ≥ 1, got 0"),
-        (lambda q, k, v: B.extend(q, k, v[..., :4], fresh()), r"state.values has shape .*should be \[batch=2, 2, block_size=5"),
+        (lambda q, k, v: B.extend(q, k, v[..., :4], fresh()), r"state.values has shape .*must be \[batch=2, 2, block_size=5"),
         (lambda q, k, v: B.extend(q, k, v, None), "block_recurrence.extend: state must be a BlockRecurrenceState, got None"),
         (lambda q, k, v: B.extend(q, k, v, fresh()._replace(keys=None)), r"state.keys must be an array \[.*got NoneType"),
-        (lambda q, k, v: B.extend(q[:1], k[:1], v[:1], fresh()), r"state.keys has shape .*should be \[batch=1, 2"),
+        (lambda q, k, v: B.extend(q[:1], k[:1], v[:1], fresh()), r"state.keys has shape .*must be \[batch=1, 2"),
         (lambda q, k, v: B.extend(q, k, v, fresh()._replace(position=jnp.zeros(2))), "state.position must be integers"),
         (lambda q, k, v: parallel(q, k, v, stop=1), "stop_gradient must be True or False, got 1"),
         (lambda q, k, v: B.attention(q, k, v, block_size=5, rope_theta="x"), "rope_theta must be a number > 0 or None"),

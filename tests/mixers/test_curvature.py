@@ -87,11 +87,11 @@ K, BETA, ALPHA = inputs()
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"step_size": BETA[:, :, :1]}, r"preconditioned_keys: step_size has shape \(2, 13, 1\), should be .*heads=3"),
-        ({"center": CENTER[:2]}, r"preconditioned_keys: center has shape \(2,\), should be \[heads=3\]"),
+        ({"step_size": BETA[:, :, :1]}, r"preconditioned_keys: step_size has shape \(2, 13, 1\), must be .*heads=3"),
+        ({"center": CENTER[:2]}, r"preconditioned_keys: center has shape \(2,\), must be \[heads=3\]"),
         ({"center": float("nan")}, "preconditioned_keys: center"),
         ({"largest": 2.5}, "preconditioned_keys: largest"),
-        ({"state": K[:, 0, :, 1:]}, r"state has shape \(2, 3, 3\), should be \[batch=2, heads=3, key_dim=4\]"),
+        ({"state": K[:, 0, :, 1:]}, r"state has shape \(2, 3, 3\), must be \[batch=2, heads=3, key_dim=4\]"),
         ({"state": K[:, 0], "segment_ids": np.zeros((2, 13), int)}, "segment_ids are given with a state"),
     ],
 )

@@ -87,20 +87,20 @@ Q, K, V, ALPHA, BETA = inputs(2)
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"q": Q[:, :-1]}, r"interleaved: k has shape \(2, 13, 2, 3, 4\), should be \[batch=2, time=12, writes"),
-        ({"k": K[:, :, 0]}, r"interleaved: k has shape \(2, 13, 3, 4\), should be \[.*writes, heads=3, key_dim=4\]"),
-        ({"v": V[:, :, :1]}, r"interleaved: v has shape \(2, 13, 1, 3, 5\), should be \[.*writes=2"),
+        ({"q": Q[:, :-1]}, r"interleaved: k has shape \(2, 13, 2, 3, 4\), must be \[batch=2, time=12, writes"),
+        ({"k": K[:, :, 0]}, r"interleaved: k has shape \(2, 13, 3, 4\), must be \[.*writes, heads=3, key_dim=4\]"),
+        ({"v": V[:, :, :1]}, r"interleaved: v has shape \(2, 13, 1, 3, 5\), must be \[.*writes=2"),
         (
             {"gates": memory.Gates(ALPHA, BETA[:, :, 0])},
-            r"gates.step_size has shape .*, should be \[batch=2, time=13, writes=2",
+            r"gates.step_size has shape .*, must be \[batch=2, time=13, writes=2",
         ),
         (
             {"gates": memory.Gates(BETA, BETA)},
-            r"gates.retention has shape .*, should be \[batch=2, time=13, heads=3, key_dim=4\]",
+            r"gates.retention has shape .*, must be \[batch=2, time=13, heads=3, key_dim=4\]",
         ),
         ({"gates": memory.Gates(ALPHA, BETA, threshold=BETA)}, "gates has threshold; a write can have step_size"),
         ({"gates": None}, "interleaved: gates must be a Gates, got None"),
-        ({"segment_ids": np.zeros((2, 26), int)}, r"interleaved: segment_ids has shape \(2, 26\), should be \[2, 13\]"),
+        ({"segment_ids": np.zeros((2, 26), int)}, r"interleaved: segment_ids has shape \(2, 26\), must be \[2, 13\]"),
     ],
 )
 def test_refuses(changed, says):
@@ -110,7 +110,7 @@ def test_refuses(changed, says):
 
 
 def test_refuses_rows_that_are_not_of_tokens():
-    with pytest.raises(ValueError, match="last_reads: y has 13 rows, which should be a multiple of writes=2"):
+    with pytest.raises(ValueError, match="last_reads: y has 13 rows, which must be a multiple of writes=2"):
         last_reads(Q, 2)
     with pytest.raises(ValueError, match="writes"):
         last_reads(Q, 0)

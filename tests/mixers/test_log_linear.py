@@ -132,7 +132,7 @@ def test_bfloat16_and_the_end_of_a_state():
 
 def test_refused():
     q, k, v, weights, decay, _ = inputs(40, np.float32)
-    with pytest.raises(ValueError, match=r"weights has shape .* should be \[2, 40, 2, 7\] or more levels"):
+    with pytest.raises(ValueError, match=r"weights has shape .* must be \[2, 40, 2, 7\] or more levels"):
         log_linear.attention(q, k, v, weights[..., :6], decay)
     with pytest.raises(ValueError, match=r"k has shape"):
         log_linear.attention(q, k[:, :-1], v, weights, decay)
@@ -170,10 +170,10 @@ def extended(**changed):
     [
         (lambda q, k, v, u: whole(q=q.astype(int)), "log_linear.attention: q must be floating point, got int32"),
         (lambda q, k, v, u: whole(q=[1]), r"log_linear.attention: q must be an array \[batch, time, .*got list"),
-        (lambda q, k, v, u: whole(v=v[:, :, :1]), r"v has shape \(2, 9, 1, 3\), should be \[batch=2, time=9, heads=2, value_dim\]"),
+        (lambda q, k, v, u: whole(v=v[:, :, :1]), r"v has shape \(2, 9, 1, 3\), must be \[batch=2, time=9, heads=2, value_dim\]"),
         (lambda q, k, v, u: whole(retention=1.0), "retention must be an array .* got float"),
         (lambda q, k, v, u: whole(weights=None), "weights must be an array .* got NoneType"),
-        (lambda q, k, v, u: whole(segment_ids=jnp.zeros((2, 8), int)), r"segment_ids has shape \(2, 8\), should be \[2, 9\]"),
+        (lambda q, k, v, u: whole(segment_ids=jnp.zeros((2, 8), int)), r"segment_ids has shape \(2, 8\), must be \[2, 9\]"),
         (lambda q, k, v, u: whole(segment_ids=jnp.zeros((2, 9))), "attention: segment_ids must be integers, got float32"),
         (lambda q, k, v, u: log_linear.segment_weights(u, k[:, :8]), r"segment_weights: keys has shape .*\[batch=2, time=9"),
         (lambda q, k, v, u: log_linear.segment_weights(None, k), "log_linear.segment_weights: connector must be an array"),
@@ -181,13 +181,13 @@ def extended(**changed):
         (lambda q, k, v, u: log_linear.step(None, q, k, v), "log_linear.step: state must be a LogLinearState, got None"),
         (lambda q, k, v, u: stepped(fresh()._replace(states=None)), "state.states must be an array .* got NoneType"),
         (lambda q, k, v, u: stepped(fresh()._replace(position=jnp.zeros(2))), "state.position must be integers, got float32"),
-        (lambda q, k, v, u: stepped(q=q[:1, 0]), r"log_linear.step: k has shape \(2, 2, 4\), should be \[batch=1, heads=2"),
-        (lambda q, k, v, u: stepped(fresh()._replace(key_sums=u)), r"state.key_sums has shape \(2, 9, 2, 4\), should be \[batch=2"),
+        (lambda q, k, v, u: stepped(q=q[:1, 0]), r"log_linear.step: k has shape \(2, 2, 4\), must be \[batch=1, heads=2"),
+        (lambda q, k, v, u: stepped(fresh()._replace(key_sums=u)), r"state.key_sums has shape \(2, 9, 2, 4\), must be \[batch=2"),
         (lambda q, k, v, u: stepped(log_linear.init_state(1, HEADS, KEY, VALUE, 9)), r"state.states has shape \(1, 2, 5, 3, 4\)"),
-        (lambda q, k, v, u: stepped(v=v[:, 0, :1]), r"v has shape \(2, 1, 3\), should be \[batch=2, heads=2, value_dim\]"),
-        (lambda q, k, v, u: stepped(weights=None, connector=u), r"connector has shape .*should be \[batch=2, heads=2, key_dim=4\]"),
-        (lambda q, k, v, u: stepped(weights=jnp.ones((2, 2, 4))), r"weights has shape .* should be \[2, 2, 5\] or more levels"),
-        (lambda q, k, v, u: extended(k=k[:, :8]), r"log_linear.extend: k has shape \(2, 8, 2, 4\), should be \[batch=2, time=9"),
+        (lambda q, k, v, u: stepped(v=v[:, 0, :1]), r"v has shape \(2, 1, 3\), must be \[batch=2, heads=2, value_dim\]"),
+        (lambda q, k, v, u: stepped(weights=None, connector=u), r"connector has shape .*must be \[batch=2, heads=2, key_dim=4\]"),
+        (lambda q, k, v, u: stepped(weights=jnp.ones((2, 2, 4))), r"weights has shape .* must be \[2, 2, 5\] or more levels"),
+        (lambda q, k, v, u: extended(k=k[:, :8]), r"log_linear.extend: k has shape \(2, 8, 2, 4\), must be \[batch=2, time=9"),
         (lambda q, k, v, u: extended(q=q[..., :3], k=k[..., :3]), r"log_linear.extend: state.states has .*key_dim=3"),
         (lambda q, k, v, u: log_linear.init_state(-1, 2, 4, 4, 9), "log_linear.init_state: batch_size .* ≥ 1, got -1"),
         (lambda q, k, v, u: log_linear.init_state(1, 2, 4, 4, 0), "log_linear.init_state: max_length .* ≥ 1, got 0"),

@@ -188,9 +188,9 @@ def test_angles_have_the_derivative_of_their_sum():
 
 def test_bad_arguments_are_named():
     x, delta, A, blend, B, C, D = make(4, 2)
-    with pytest.raises(ValueError, match=r"trapezoidal_scan: A has shape \(2, 3, 2\), should be \[batch=2, time=4"):
+    with pytest.raises(ValueError, match=r"trapezoidal_scan: A has shape \(2, 3, 2\), must be \[batch=2, time=4"):
         mamba3.trapezoidal_scan(x, delta, A[:, :3], blend, B, C, D)
-    with pytest.raises(ValueError, match=r"trapezoidal_scan: B has shape \(2, 4, 1, 2, 6\), should be .*rank=2"):
+    with pytest.raises(ValueError, match=r"trapezoidal_scan: B has shape \(2, 4, 1, 2, 6\), must be .*rank=2"):
         mamba3.trapezoidal_scan(x, delta, A, blend, B[:, :, :1], C, D)
     with pytest.raises(TypeError, match=r"trapezoidal_scan: segment_ids must be an array of shape \[2, 4\], got list"):
         mamba3.trapezoidal_scan(x, delta, A, blend, B, C, segment_ids=[[0] * 4] * 2)
@@ -198,13 +198,13 @@ def test_bad_arguments_are_named():
         mamba3.trapezoidal_scan(x, delta, A, blend, B, C, rule=rules.mamba3())
     with pytest.raises(ValueError, match="trapezoidal_scan: gates must be a Gates, got None"):
         mamba3.trapezoidal_scan(x, delta, A, blend, B, C, gates=None)
-    with pytest.raises(ValueError, match=r"trapezoidal_scan: gates.retention is given; it should be None"):
+    with pytest.raises(ValueError, match=r"trapezoidal_scan: gates.retention is given; it must be None"):
         mamba3.trapezoidal_scan(x, delta, A, blend, B, C, gates=memory.Gates(retention=A))
-    with pytest.raises(ValueError, match=r"mamba3\.reference: D has shape \(1,\), should be \[heads=2\]"):
+    with pytest.raises(ValueError, match=r"mamba3\.reference: D has shape \(1,\), must be \[heads=2\]"):
         mamba3.reference(x, delta, A, blend, B, C, D[:1])
-    with pytest.raises(ValueError, match=r"mamba3\.rotations: start has shape \(2, 2, 3\), should be .*angles=2"):
+    with pytest.raises(ValueError, match=r"mamba3\.rotations: start has shape \(2, 2, 3\), must be .*angles=2"):
         mamba3.rotations(rates(4), delta, jnp.zeros((2, 2, 3)))
-    with pytest.raises(ValueError, match=r"mamba3\.rotate: x has 3 channels, should be even and at least 2 · 2 angles"):
+    with pytest.raises(ValueError, match=r"mamba3\.rotate: x has 3 channels, must be even and at least 2 · 2 angles"):
         mamba3.rotate(B[..., :3], mamba3.rotations(rates(4), delta))
     with pytest.raises(ValueError, match=r"mamba3\.init_state: rank must be an integer ≥ 1, got 0"):
         mamba3.init_state(2, 2, 3, 6, 0)

@@ -196,7 +196,7 @@ def test_memory_of_the_backward_pass_is_chunk_boundaries():
 
 def test_bad_arguments_are_named():
     x, delta, A, B, C, D = mamba_inputs(4)
-    with pytest.raises(ValueError, match=r"selective_scan: delta has shape \(2, 3, 5\), should be \[batch=2, time=4"):
+    with pytest.raises(ValueError, match=r"selective_scan: delta has shape \(2, 3, 5\), must be \[batch=2, time=4"):
         mamba.selective_scan(x, delta[:, :3], A, B, C, D)
     with pytest.raises(ValueError, match=r"selective_scan: A has shape \(3, 5\)"):
         mamba.selective_scan(x, delta, A.T, B, C, D)
@@ -205,7 +205,7 @@ def test_bad_arguments_are_named():
     for where, function in (("selective_scan", mamba.selective_scan), ("mamba.reference", mamba.reference)):
         with pytest.raises(TypeError, match=rf"{where}: resets must be an array of shape \[2, 4\], got list"):
             function(x, delta, A, B, C, D, resets=[[True]])
-        with pytest.raises(ValueError, match=rf"{where}: resets has shape \(2, 3\), should be \[2, 4\]"):
+        with pytest.raises(ValueError, match=rf"{where}: resets has shape \(2, 3\), must be \[2, 4\]"):
             function(x, delta, A, B, C, D, resets=jnp.zeros((2, 3), bool))
     with pytest.raises(ValueError, match=r"mamba\.init_state: batch_size must be an integer ≥ 1, got -1"):
         mamba.init_state(-1, 5, 3)

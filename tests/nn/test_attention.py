@@ -257,13 +257,13 @@ def test_bfloat16_has_a_float32_softmax():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"k": jnp.zeros((BATCH, 6, HEADS, KEY))}, r"k has shape \(2, 6, 2, 4\), should be .*time=5"),
-        ({"q": jnp.zeros((BATCH, 5, HEADS, 3)), "k": jnp.zeros((BATCH, 5, HEADS, 3))}, "key_dim is 3, should be even"),
+        ({"k": jnp.zeros((BATCH, 6, HEADS, KEY))}, r"k has shape \(2, 6, 2, 4\), must be .*time=5"),
+        ({"q": jnp.zeros((BATCH, 5, HEADS, 3)), "k": jnp.zeros((BATCH, 5, HEADS, 3))}, "key_dim is 3, must be even"),
         ({"q": jnp.zeros((BATCH, 5, 3, KEY))}, "k has 2 heads, which should divide the 3 of q"),
-        ({"rope_dim": 3}, "rope_dim is 3, should be even and at most key_dim=4"),
-        ({"rope_dim": 6}, "rope_dim is 6, should be even and at most key_dim=4"),
+        ({"rope_dim": 3}, "rope_dim is 3, must be even and at most key_dim=4"),
+        ({"rope_dim": 6}, "rope_dim is 6, must be even and at most key_dim=4"),
         ({"window": 0}, "window must be an integer ≥ 1 or None, got 0"),
-        ({"segment_ids": jnp.zeros((BATCH, 4), jnp.int32)}, r"segment_ids has shape \(2, 4\), should be \[2, 5\]"),
+        ({"segment_ids": jnp.zeros((BATCH, 4), jnp.int32)}, r"segment_ids has shape \(2, 4\), must be \[2, 5\]"),
         (
             {"persistent": A.Persistent(jnp.zeros((1, 1, KEY)), jnp.zeros((1, HEADS, VALUE)))},
             "persistent.keys has shape",

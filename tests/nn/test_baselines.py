@@ -218,7 +218,7 @@ def test_refuses_sizes_that_do_not_fit():
         mamba3(ssm=SSMConfig(head_dim=4, groups=4))
     with pytest.raises(ValueError, match=r"mixer 'mamba3': ssm.state_dim=2 must be even and at least 4, to be rotated"):
         mamba3(ssm=SSMConfig(2, head_dim=4))
-    with pytest.raises(ValueError, match=r"mixer 'mamba3': caching is given, but mamba3.rank is 2; should be 1"):
+    with pytest.raises(ValueError, match=r"mixer 'mamba3': caching is given, but mamba3.rank is 2; must be 1"):
         mamba3(ssm=SSMConfig(head_dim=4), mamba3=Mamba3Config(2), caching=CachingConfig())
     with pytest.raises(
         ValueError, match=r"mixer 'self_modifying_titans': its heads share out dim=12; num_heads=2, head_dim=8"
@@ -281,5 +281,5 @@ def test_a_baseline_without_a_kernel_refuses_one():
     config = make_config(name="momentum_deltanet")
     named = dataclasses.replace(config, memory=dataclasses.replace(config.memory, implementation="pallas_gpu"))
     layer = MIXERS["momentum_deltanet"](named, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="cannot run this call: chunk_size=1, should be one of"):
+    with pytest.raises(ValueError, match="cannot run this call: chunk_size=1, must be one of"):
         layer(inputs())

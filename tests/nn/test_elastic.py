@@ -195,7 +195,7 @@ def test_refuses_attention_that_no_layer_takes(mixer):
     ):  # fmt: skip
         for pattern in (mixer, (mixer, "memory")):
             config = dataclasses.replace(CONFIG, mixer=pattern, attention=AttentionConfig(**{name: value}))
-            with pytest.raises(ValueError, match=rf"mixer '{mixer}': attention\.{name} is {value!r}; it should be "):
+            with pytest.raises(ValueError, match=rf"mixer '{mixer}': attention\.{name} is {value!r}; it must be "):
                 count_parameters(config)
     # Other layers, or the branch, may take it.
     attention = AttentionConfig(window=4, kv_heads=1, qk_norm="head")

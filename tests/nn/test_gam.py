@@ -190,7 +190,7 @@ def test_dropout_drops_embeddings_and_outputs_of_the_feed_forward_networks():
     embedded = np.asarray(quiet.hidden(tokens(), dropout_keys=keys))
     assert set(np.unique(embedded)) == {0.0, 2.0}
     assert not np.array_equal(embedded, residual[..., :] > 0)
-    with pytest.raises(ValueError, match=r"dropout_keys is uint32 \(2,\), should be typed PRNG keys"):
+    with pytest.raises(ValueError, match=r"dropout_keys is uint32 \(2,\), must be typed PRNG keys"):
         model(tokens(), dropout_keys=jax.random.PRNGKey(0))
 
 

@@ -19,11 +19,11 @@ HIERARCHY = HierarchyConfig(global_chunk=8, local_chunks=(4, 2), restart=4)
 
 def test_what_is_refused():
     for changes in ({"caching": CachingConfig()}, {"chunk_size": 8}):
-        with pytest.raises(ValueError, match=r"is given with hierarchy.*should be None"):
+        with pytest.raises(ValueError, match=r"is given with hierarchy.*must be None"):
             MemoryConfig("titans", hierarchy=HIERARCHY, **changes)
     with pytest.raises(ValueError, match="hierarchy must be a HierarchyConfig"):
         MemoryConfig("titans", hierarchy=8)
-    with pytest.raises(ValueError, match="should be at most global_chunk=4"):
+    with pytest.raises(ValueError, match="must be at most global_chunk=4"):
         MemoryConfig("titans", hierarchy=HierarchyConfig(4, (8,)))
 
 

@@ -215,6 +215,6 @@ def test_tokens_of_a_sequence_are_not_divided():
 
 def test_a_sequence_without_a_step_is_refused():
     with pytest.raises(
-        ValueError, match=r"data\.sequence_length is 3; it should be above the shortest of model\.inner_loop\.periods"
+        ValueError, match=r"data\.sequence_length is 3; it must be above the shortest of model\.inner_loop\.periods"
     ):
         INNER.check_length(3, "data.sequence_length")

@@ -312,14 +312,14 @@ def test_bad_arguments_are_named():
         model(jnp.zeros(3, jnp.int32))
     for wrong in (VOCAB, -1, 2**32):
         with pytest.raises(
-            ValueError, match=rf"LanguageModel: tokens has the id {wrong}, should be ≥ 0 and below vocab_size={VOCAB}"
+            ValueError, match=rf"LanguageModel: tokens has the id {wrong}, must be ≥ 0 and below vocab_size={VOCAB}"
         ):
             model(np.array([[3, wrong, 2]]))
     with pytest.raises(ValueError, match=rf"extend: tokens has the id {VOCAB}"):
         model.extend(jnp.full((2, 1), VOCAB), model.init_cache(2))
     with pytest.raises(ValueError, match=r"LanguageModel: segment_ids must be ≥ 0 and below 2\^31, got 4294967296"):
         model(jnp.zeros((1, 3), jnp.int32), np.array([[0, 0, 2**32]]))
-    with pytest.raises(ValueError, match=r"segment_ids has shape \(1, 2\), should be \[1, 3\]"):
+    with pytest.raises(ValueError, match=r"segment_ids has shape \(1, 2\), must be \[1, 3\]"):
         model(jnp.zeros((1, 3), jnp.int32), jnp.zeros((1, 2), jnp.int32))
     with pytest.raises(ValueError, match=r"batch size \{2\}"):
         model.extend(jnp.zeros((1, 3), jnp.int32), model.init_cache(2))

@@ -250,7 +250,7 @@ class NoFile(Average):
 
 
 MISTAKES = [
-    (Count, r"parameter count \[8\] is int32; it should be float32"),
+    (Count, r"parameter count \[8\] is int32; it must be float32"),
     (Refuses, r"__init__ raised ValueError: heads must \(line \d+ of tests.nn.test_own_mixers\)"),
     (Exits, r"__init__ raised SystemExit: 3 \(line"),
     (NoFile, r"__init__ raised FileNotFoundError: \[Errno 2\] No such file"),
@@ -269,13 +269,13 @@ MISTAKES = [
     (OtherArguments, r"__call__ has the arguments \(x\), should have \(x, segment_ids, max_segments\)"),
     (
         Narrow,
-        r"__call__ for x bfloat16 \[2, 5, 8\] returned the output bfloat16 \[2, 5, 7\], should be of the shape and dtype",
+        r"__call__ for x bfloat16 \[2, 5, 8\] returned the output bfloat16 \[2, 5, 7\], must be of the shape and dtype",
     ),
     (
         Wider,
-        r"__call__ for x bfloat16 \[2, 5, 8\] returned the output float32 \[2, 5, 8\], should be of the shape and dtype",
+        r"__call__ for x bfloat16 \[2, 5, 8\] returned the output float32 \[2, 5, 8\], must be of the shape and dtype",
     ),
-    (Pair, r"__call__ for x bfloat16 \[2, 5, 8\] returned the output a tuple, should be of the shape and dtype of x"),
+    (Pair, r"__call__ for x bfloat16 \[2, 5, 8\] returned the output a tuple, must be of the shape and dtype of x"),
     (
         Broken,
         r"__call__ for x bfloat16 \[2, 5, 8\] raised TypeError: dot_general .* \(line \d+ of tests.nn.test_own_mixers\)",
@@ -287,7 +287,7 @@ MISTAKES = [
         OnlyOutput,
         r"extend for x bfloat16 \[2, 1, 8\] returned bfloat16 \[2, 1, 8\], should return \(output, next state\)",
     ),
-    (NarrowPiece, r"extend for x bfloat16 \[2, 1, 8\] returned the output bfloat16 \[2, 1, 7\], should be"),
+    (NarrowPiece, r"extend for x bfloat16 \[2, 1, 8\] returned the output bfloat16 \[2, 1, 7\], must be"),
     (Integers, r"returned a state with float32 \[2, 8\] at \['mean'\], should have int32 \[2, 8\] as before"),
     (OneRow, r"returned a state with float32 \[1, 8\] at \['mean'\], should have float32 \[2, 8\] as before"),
     (HalfPrecision, r"returned a state with bfloat16 \[2, 8\] at \['mean'\], should have float32 \[2, 8\] as before"),
@@ -298,7 +298,7 @@ MISTAKES = [
     (Forgets, r"returned a state with nothing at \['read'\]\[0\], should have int32 \[2\] as before"),
     (OtherTree, r"returned a state with the tree structure .*\[\*, None\].*, should have .*\(\*, None\).* as before"),
     (OddPiece, r"extend for x bfloat16 \[2, 3, 8\] raised NameError: one token at a time \(line"),
-    (Grows, r"observe for x .* returned the size float32 \[\], should be None or float32 \[2, heads\]"),
+    (Grows, r"observe for x .* returned the size float32 \[\], must be None or float32 \[2, heads\]"),
     (
         OnlyObserved,
         r"observe for x .* returned bfloat16 \[2, 5, 8\], should return \(output, size of the memory or None\)",

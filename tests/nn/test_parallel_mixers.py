@@ -103,11 +103,11 @@ def test_layers_without_a_network():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"mixer": "mamba2+mamba2"}, "mixer 'mamba2\\+mamba2': what runs in parallel should be different mixers"),
+        ({"mixer": "mamba2+mamba2"}, "mixer 'mamba2\\+mamba2': what runs in parallel must be different mixers"),
         ({"mixer": "mamba2+atention"}, "atention"),
         (
             {"mixer": ("mamba2", "attention"), "ffn": ("swiglu",)},
-            r"ffn=\('swiglu',\) is for 1 layers, should be for the 2",
+            r"ffn=\('swiglu',\) is for 1 layers, must be for the 2",
         ),
         ({"mixer": ("mamba2", "attention"), "ffn": ("swiglu", "gelu")}, "one kind of network besides 'none'"),
         ({"ffn": "relu3"}, "ffn='relu3'|ffn is 'relu3'|relu3"),
@@ -123,7 +123,7 @@ def test_what_is_refused(change, words):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: MultiplierConfig(ssm=(1.0, 2.0)), "should be five numbers"),
+        (lambda: MultiplierConfig(ssm=(1.0, 2.0)), "must be five numbers"),
         (lambda: MultiplierConfig(logits=0.0), "MultiplierConfig: logits"),
         (lambda: SSMConfig(least_step=0.5, largest_step=0.1), "SSMConfig: largest_step"),
         (lambda: AttentionConfig(scale=-1.0), "AttentionConfig: scale"),

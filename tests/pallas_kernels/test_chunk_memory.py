@@ -163,7 +163,7 @@ def test_bad_input():
     (weights, momenta, q, k, v), values = inputs(MLP, 1, 8, 2, 4, gates=("momentum_decay",))
     scan = functools.partial(chunk_memory, MLP, L2)
     for message, arguments, options in [
-        (r"k has shape \(1, 8, 2, 3\), should be \(1, 8, 2, 4\)", (weights, momenta, q, k[..., :3], v), {}),
+        (r"k has shape \(1, 8, 2, 3\), must be \(1, 8, 2, 4\)", (weights, momenta, q, k[..., :3], v), {}),
         (r"window_weights has shape \(1, 8, 2\)", (weights, momenta, q, k, v), {"window_weights": values["step_size"]}),
         ("should all be float32 or all bfloat16", (weights, momenta, q, k.astype(jnp.bfloat16), v), {}),
         ("give both momenta S and momentum_decay θ", (weights, None, q, k, v), {}),
@@ -174,16 +174,16 @@ def test_bad_input():
         ),
         (r"momenta\['W1'\] is missing", (weights, {"W2": momenta["W2"]}, q, k, v), {}),
         (r"weights\['W1'\] has shape", (jax.tree.map(lambda w: w[:, :1], weights), momenta, q, k, v), {}),
-        (r"floor has shape \(1, 8\), should be", (weights, momenta, q, k, v), {"floor": jnp.zeros((1, 8))}),
+        (r"floor has shape \(1, 8\), must be", (weights, momenta, q, k, v), {"floor": jnp.zeros((1, 8))}),
         (
             "step_bound is for gradient steps",
             (weights, momenta, q, k, v),
             {"step_bound": 1.0, "newton_schulz": SCHEDULES["standard"]},
         ),
-        ("horizon=None, should be a number ≥ 1 with step_bound", (weights, momenta, q, k, v), {"step_bound": 1.0}),
-        ("horizon=0.5, should be a number ≥ 1", (weights, momenta, q, k, v), {"step_bound": 1.0, "horizon": 0.5}),
-        ("chunk_size=12, should be a power of two", (weights, momenta, q, k, v), {"chunk_size": 12}),
-        ("implementation='cuda', should be one of", (weights, momenta, q, k, v), {"implementation": "cuda"}),
+        ("horizon=None, must be a number ≥ 1 with step_bound", (weights, momenta, q, k, v), {"step_bound": 1.0}),
+        ("horizon=0.5, must be a number ≥ 1", (weights, momenta, q, k, v), {"step_bound": 1.0, "horizon": 0.5}),
+        ("chunk_size=12, must be a power of two", (weights, momenta, q, k, v), {"chunk_size": 12}),
+        ("implementation='cuda', must be one of", (weights, momenta, q, k, v), {"implementation": "cuda"}),
     ]:
         with pytest.raises(ValueError, match=message):
             scan(*arguments, **{**values, **options})

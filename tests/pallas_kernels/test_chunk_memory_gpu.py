@@ -142,7 +142,7 @@ def test_what_it_does_not_serve():
     (weights, momenta, q, k, v), values = inputs(MLP, 1, 16, 1, 8, gates=("momentum_decay",))
     scan = functools.partial(chunk_memory, weights=weights, momenta=momenta, q=q, k=k, v=v, objective=L2, **values)
     for message, structure, options in [
-        ("chunk_size=8, should be at least 16", MLP, {"chunk_size": 8}),
+        ("chunk_size=8, must be at least 16", MLP, {"chunk_size": 8}),
         ("more than one hidden layer", structures.MLP(depth=3, expansion=2), {}),
         ("chunk_size=128 with bounded steps", MLP, {"step_bound": 1.0, "horizon": 32.0, "chunk_size": 128}),
     ]:

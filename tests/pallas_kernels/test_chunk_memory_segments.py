@@ -119,7 +119,7 @@ def test_bad_input():
     call = lambda **options: chunk_memory(
         MATRIX, L2, weights, momenta, q, k, v, **values, chunk_size=8, interpret=True, **options
     )
-    with pytest.raises(ValueError, match=r"segments.marks has shape \(2, 4\), should be \(2, 5\)"):
+    with pytest.raises(ValueError, match=r"segments.marks has shape \(2, 4\), must be \(2, 5\)"):
         call(segments=segments._replace(marks=segments.marks[:, 1:]))
-    with pytest.raises(ValueError, match=r"window.keys has shape \(2, 1, 1, 4\), should be \(2, 1, 2, 4\)"):
+    with pytest.raises(ValueError, match=r"window.keys has shape \(2, 1, 1, 4\), must be \(2, 1, 2, 4\)"):
         call(window=past._replace(keys=past.keys[:, :, 1:]))

@@ -185,11 +185,11 @@ def test_no_race_and_no_unwritten_memory():
 def test_bad_input():
     q, k, v, beta, initial = inputs(1, 8, 2, 4, 4, gated=False)
     for message, arguments, options in [
-        (r"beta has shape \(1, 8\), should be \(1, 8, 2\)", (q, k, v, beta[..., 0]), {}),
-        (r"initial has shape .*, should be \(1, 2, 4, 4\)", (q, k, v, beta, None, initial[:, :1]), {}),
+        (r"beta has shape \(1, 8\), must be \(1, 8, 2\)", (q, k, v, beta[..., 0]), {}),
+        (r"initial has shape .*, must be \(1, 2, 4, 4\)", (q, k, v, beta, None, initial[:, :1]), {}),
         ("should all be float32 or all bfloat16", (q, k.astype(jnp.bfloat16), v, beta), {}),
-        ("chunk_size=24, should be a power of two", (q, k, v, beta), {"chunk_size": 24}),
-        ("implementation='gpu', should be one of", (q, k, v, beta), {"implementation": "gpu"}),
+        ("chunk_size=24, must be a power of two", (q, k, v, beta), {"chunk_size": 24}),
+        ("implementation='gpu', must be one of", (q, k, v, beta), {"implementation": "gpu"}),
         ("head dimensions up to 256", (jnp.ones((1, 8, 2, 300)), jnp.ones((1, 8, 2, 300)), v, beta), {}),
     ]:
         with pytest.raises(ValueError, match=message):

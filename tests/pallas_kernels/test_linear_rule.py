@@ -224,15 +224,15 @@ def test_bad_input():
     q, k, v, decay, beta, removal, initial = inputs(1, 8, 2, 4, 4)
     wide = jnp.ones((1, 8, 2, 300))
     for message, arguments, options in [
-        (r"decay has shape \(1, 8, 2\), should be \(1, 8, 2, 4\)", (q, k, v, beta, beta), {}),
-        (r"beta has shape \(1, 8\), should be \(1, 8, 2\)", (q, k, v, decay, beta[..., 0]), {}),
-        (r"removal\[1\] has shape .*, should be \(1, 8, 2, 4\)", (q, k, v, decay, beta, (q, beta)), {}),
-        (r"initial has shape .*, should be \(1, 2, 4, 4\)", (q, k, v, decay, beta, None, initial[:, :1]), {}),
+        (r"decay has shape \(1, 8, 2\), must be \(1, 8, 2, 4\)", (q, k, v, beta, beta), {}),
+        (r"beta has shape \(1, 8\), must be \(1, 8, 2\)", (q, k, v, decay, beta[..., 0]), {}),
+        (r"removal\[1\] has shape .*, must be \(1, 8, 2, 4\)", (q, k, v, decay, beta, (q, beta)), {}),
+        (r"initial has shape .*, must be \(1, 2, 4, 4\)", (q, k, v, decay, beta, None, initial[:, :1]), {}),
         ("should all be float32 or all bfloat16", (q, k.astype(jnp.bfloat16), v, decay, beta), {}),
-        ("removal should be None", (q, k, v, decay, beta, removal), {"delta": True}),
-        ("chunk_size=24, should be a power of two", (q, k, v, decay, beta), {"chunk_size": 24}),
-        ("residuals='some', should be one of", (q, k, v, decay, beta), {"residuals": "some"}),
-        ("implementation='gpu', should be one of", (q, k, v, decay, beta), {"implementation": "gpu"}),
+        ("removal must be None", (q, k, v, decay, beta, removal), {"delta": True}),
+        ("chunk_size=24, must be a power of two", (q, k, v, decay, beta), {"chunk_size": 24}),
+        ("residuals='some', must be one of", (q, k, v, decay, beta), {"residuals": "some"}),
+        ("implementation='gpu', must be one of", (q, k, v, decay, beta), {"implementation": "gpu"}),
         ("head dimensions up to 256", (wide, wide, v, wide, beta), {}),
     ]:
         with pytest.raises(ValueError, match=message):

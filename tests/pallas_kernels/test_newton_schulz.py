@@ -233,7 +233,7 @@ def test_bad_input():
     for message, arguments in {
         "form='grams'": {"form": "grams"},
         "at most 7 steps, got 8": {"form": "gram", "steps": 8},
-        "implementation='tpu', should be one of": {"implementation": "tpu"},
+        "implementation='tpu', must be one of": {"implementation": "tpu"},
     }.items():
         with pytest.raises(ValueError, match=message):
             newton_schulz(s, **arguments)

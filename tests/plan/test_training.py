@@ -81,13 +81,13 @@ def test_device_hours():
 @pytest.mark.parametrize(
     ("topology", "words"),
     [
-        ("v5e", "should be like v5e:16x16"),
+        ("v5e", "must be like v5e:16x16"),
         ("v9:2x2", "Unknown accelerator 'v9'"),
         ("h10:8", "Did you mean 'h100'"),
-        ("h200", "should be like h100:8"),
+        ("h200", "must be like h100:8"),
         ("h200:2x4", "2x h100:8 for two hosts"),
         ("0x h200:8", "2x h100:8 for two hosts"),
-        ("v5e:0x2", "should be like v5e:16x16"),
+        ("v5e:0x2", "must be like v5e:16x16"),
         ("0x v5e:2x2", "2x v5e:16x16 for two slices"),
     ],
 )

@@ -240,5 +240,5 @@ def test_a_jinja_with_known_ways_out_of_its_sandbox_is_refused(monkeypatch, tmp_
     (tmp_path / "jinja2-3.1.5.dist-info").mkdir()
     (tmp_path / "jinja2-3.1.5.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: jinja2\nVersion: 3.1.5\n")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    with pytest.raises(ImportError, match=r"jinja2 is 3\.1\.5; it should be 3\.1\.6 or later"):
+    with pytest.raises(ImportError, match=r"jinja2 is 3\.1\.5; it must be 3\.1\.6 or later"):
         TemplateChat("fine", {})

@@ -101,7 +101,7 @@ def test_what_nobody_uses_expires(tmp_path):
 def test_refused(tmp_path):
     memories = Memories(files(), tmp_path)
     for name in ("", "../a", ".a", "a/b", "a" * 101, "ä", "a\n", None):
-        with pytest.raises(ValueError, match="it should be 1 to 100 letters"):
+        with pytest.raises(ValueError, match="it must be 1 to 100 letters"):
             memories.load(name)
     with memories.use("a"):
         with pytest.raises(InUseError, match="memory 'a' is in use by another request"), memories.use("a"):

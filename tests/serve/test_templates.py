@@ -132,10 +132,10 @@ def test_files_that_are_no_templates(tmp_path):
     write(folder, {"chat_template.json": {"chat_template": "{{ messages[0].content }}"}})
     assert chat_of(tmp_path).text([Message("user", "old")]) == "old"
     for content, words in [
-        (5, r"tokenizer_config.json': chat_template is 5; it should be a text"),
-        ([{"name": "default"}], "chat_template is .*; it should be a text, or a list of names and templates"),
-        ([{"name": "rag", "template": ""}], "the chat templates are 'rag'; one of them should be 'default'"),
-        ({"rag": "", "tool_use": ""}, "the chat templates are 'rag', 'tool_use'; one of them should be 'default'"),
+        (5, r"tokenizer_config.json': chat_template is 5; it must be a text"),
+        ([{"name": "default"}], "chat_template is .*; it must be a text, or a list of names and templates"),
+        ([{"name": "rag", "template": ""}], "the chat templates are 'rag'; one of them must be 'default'"),
+        ({"rag": "", "tool_use": ""}, "the chat templates are 'rag', 'tool_use'; one of them must be 'default'"),
         ("{% if %}", "the chat template is not one"),
     ]:
         write(folder, {"tokenizer_config.json": {"chat_template": content}})

@@ -34,7 +34,7 @@ def test_local_names_are_paths_of_pathlib(tmp_path):
         ("no-such-thing://b", r"Unknown scheme 'no-such-thing'"),
         ("simplecache::gs://b/x", r"Unknown scheme 'simplecache::gs'"),
         (pathlib.Path("gs://b/x"), r"'gs:/b/x' is neither a path nor a URL; did you mean 'gs://b/x'"),
-        ("gs://", "names no bucket; it should be gs://bucket/folder"),
+        ("gs://", "names no bucket; it must be gs://bucket/folder"),
     ],
 )
 def test_names_that_are_refused(name, words):
@@ -45,7 +45,7 @@ def test_names_that_are_refused(name, words):
 
 def test_what_must_be_on_a_disk(tmp_path):
     assert storage.local_path(tmp_path) == tmp_path
-    with pytest.raises(ValueError, match=r"'memory://b/x' is in a store; it should be on a disk"):
+    with pytest.raises(ValueError, match=r"'memory://b/x' is in a store; it must be on a disk"):
         storage.local_path("memory://b/x")
 
 

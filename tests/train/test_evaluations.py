@@ -130,22 +130,20 @@ def test_what_is_refused(tmp_path):
     assert parse_sets(("a=x,y", "b-1=z")) == {"a": ("x", "y"), "b-1": ("z",)}
     base = {"model": MODEL, "run_dir": str(tmp_path / "run")}
     for sets, message in (
-        (("wiki",), "evaluation_sets has 'wiki', should be \"name=path\""),
+        (("wiki",), "evaluation_sets has 'wiki', must be \"name=path\""),
         (("a/b=x",), "evaluation_sets has 'a/b=x'"),
         (("a=x", "a=y"), "two sets named 'a'"),
         (("held-out=x",), "two sets named 'held-out'"),
-        ("a=x", "should be a tuple of strings"),
+        ("a=x", "must be a tuple of strings"),
     ):
         with pytest.raises(ValueError, match=message):
             TrainConfig(**base, evaluation_sets=sets)
     with pytest.raises(FileNotFoundError, match=r"evaluation set 'a': .*nowhere"):
         prepare(TrainConfig(**base, mesh=MeshConfig(1, 1, 1), evaluation_sets=("a=nowhere.txt",)))
-    with pytest.raises(
-        ValueError, match=r"optimizer.ema_decay is 1.0, should be in \(0, 1\)|ema_decay is 1.0; it should"
-    ):
+    with pytest.raises(ValueError, match=r"optimizer.ema_decay is 1.0, must be in \(0, 1\)|ema_decay is 1.0; it must"):
         OptimizerConfig(ema_decay=1.0)
     assert text_data(DataConfig(), ("x.parquet",)).source == "parquet"
     assert text_data(DataConfig(), ("x.JSONL", "y.jsonl.gz")).source == "jsonl"
     for paths in (("x.jsonl", "y.txt"), ("folder", "x.parquet")):
-        with pytest.raises(ValueError, match="all files should be of one kind"):
+        with pytest.raises(ValueError, match="all files must be of one kind"):
             text_data(DataConfig(), paths)

@@ -397,8 +397,8 @@ def test_nothing_is_written_through_a_link_at_a_temporary_name(tmp_path):
     ("changes", "words"),
     [
         ({"mesh": MeshConfig(8, 1, 2)}, "needs 16 devices; there are 8"),
-        ({"mesh": MeshConfig(8), "accumulation": 2}, r"8 / 2 = 4 sequences; it should be divisible .* 8 × 1 = 8"),
-        ({"model": dataclasses.replace(MODEL, vocab_size=100)}, "model.vocab_size is 100; it should be at least 256"),
+        ({"mesh": MeshConfig(8), "accumulation": 2}, r"8 / 2 = 4 sequences; it must be divisible .* 8 × 1 = 8"),
+        ({"model": dataclasses.replace(MODEL, vocab_size=100)}, "model.vocab_size is 100; it must be at least 256"),
         ({"data_changes": {"sequence_length": 10_000}}, "too short for one sequence"),
         ({"data_changes": {"paths": ("/nonexistent/text.txt",)}}, "/nonexistent/text.txt"),
         ({"run_dir": "runs/lr[1e-3]"}, r"run_dir is 'runs/lr\[1e-3\]', whose absolute path has '\[1e-3\]'"),

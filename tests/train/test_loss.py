@@ -102,7 +102,7 @@ def test_no_array_holds_the_logits_of_all_tokens():
     ("field", "value"), [("chunk", 0), ("chunk", 1.5), ("chunk", True), ("z_loss", -1.0), ("z_loss", float("inf"))]
 )
 def test_bad_values(field, value):
-    with pytest.raises(ValueError, match=rf"loss\.{field} is {value}; it should be"):
+    with pytest.raises(ValueError, match=rf"loss\.{field} is {value}; it must be"):
         LossConfig(**{field: value})
 
 

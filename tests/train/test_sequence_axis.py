@@ -233,7 +233,7 @@ def test_every_other_mixer_of_the_tests_above_is_divided():
 def test_cached_segments_that_the_axis_does_not_divide(tmp_path):
     make = functools.partial(config, tmp_path, model=MODELS["titans-grm"], mesh=MeshConfig(1, sequence=4))
     with pytest.raises(
-        ValueError, match=r"mesh.sequence: 40 tokens in 4 parts; the tokens of each should be a multiple of 4"
+        ValueError, match=r"mesh.sequence: 40 tokens in 4 parts; the tokens of each must be a multiple of 4"
     ):
         train(make(data_changes={"sequence_length": 40}))
     with pytest.raises(ValueError, match=r"mesh.sequence cannot divide packed documents for CachedRule"):
@@ -243,7 +243,7 @@ def test_cached_segments_that_the_axis_does_not_divide(tmp_path):
 def test_a_length_that_the_axis_does_not_divide(tmp_path):
     run = config(tmp_path, model=PLAIN, mesh=MeshConfig(1, sequence=4), data_changes={"sequence_length": 30})
     with pytest.raises(
-        ValueError, match=r"data.sequence_length is 30; it should be divisible by mesh.sequence, which is 4"
+        ValueError, match=r"data.sequence_length is 30; it must be divisible by mesh.sequence, which is 4"
     ):
         train(run)
 

@@ -96,7 +96,7 @@ def test_utilization_of_a_known_device(tmp_path):
 
 @pytest.mark.parametrize("steps", ["", "1", "0:2", "3:2", "1:1000000", "a:b", "1:2:3"])
 def test_steps_to_profile_that_are_none(steps):
-    with pytest.raises(ValueError, match=r'profile is .*; it should be "first:last", steps from 1 to '):
+    with pytest.raises(ValueError, match=r'profile is .*; it must be "first:last", steps from 1 to '):
         type(default_config("atlas-tiny"))(**{**vars(default_config("atlas-tiny")), "profile": steps})
 
 

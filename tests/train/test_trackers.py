@@ -130,5 +130,5 @@ def test_a_file_may_name_the_librarys_own_only(tmp_path):
         from_dict(TrainConfig, saved | {"trackers": ["theirs:Tracker"]})
     with pytest.raises(ValueError, match=r"Unknown tracker 'wand'. Did you mean 'wandb'"):
         config(tmp_path, "wand")
-    with pytest.raises(ValueError, match="trackers is 'wandb'; it should be a tuple"):
+    with pytest.raises(ValueError, match="trackers is 'wandb'; it must be a tuple"):
         TrainConfig(model=ModelConfig(), trackers="wandb")

@@ -52,7 +52,7 @@ def test_patterns_that_are_refused():
         ValueError, match=r"'mixr', which is found in no parameter's path. Did you mean 'mixer'\? .*layers.norm"
     ):
         trainable_mask("mixr", PARAMS)
-    with pytest.raises(ValueError, match=r"optimizer.trainable is '\*cache', should be a regular expression"):
+    with pytest.raises(ValueError, match=r"optimizer.trainable is '\*cache', must be a regular expression"):
         OptimizerConfig(trainable="*cache")
 
 

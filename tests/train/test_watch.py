@@ -288,5 +288,5 @@ def test_a_run_may_go_on_with_what_helps():
 
 
 def test_the_limit_must_be_positive():
-    with pytest.raises(ValueError, match=r"memory_norm_limit is 0\.0; it should be positive"):
+    with pytest.raises(ValueError, match=r"memory_norm_limit is 0\.0; it must be positive"):
         TrainConfig(model=MODEL, memory_norm_limit=0.0)

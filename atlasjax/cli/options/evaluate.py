@@ -46,10 +46,10 @@ class TaskOptions:
         for name in ("batch_size", "window", "num_fewshot"):
             value, least = getattr(self, name), 0 if name == "num_fewshot" else 1
             if value is not None and value < least:
-                raise ConfigError(f"{name} is {value}; it should be at least {least}.")
+                raise ConfigError(f"{name} is {value}; it must be at least {least}.")
         limit = self.limit
         if limit is not None and not (0 < limit < 1 or (is_finite(limit) and limit >= 1 and limit == int(limit))):
-            raise ConfigError(f"limit is {self.limit}; it should be a whole number of documents, or a share below 1.")
+            raise ConfigError(f"limit is {self.limit}; it must be a whole number of documents, or a share below 1.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,13 +70,13 @@ class LongContextOptions:
         for name, least, most in (("samples", 1, _MOST_SAMPLES), ("seed", 0, 2**32 - 1)):
             if not least <= getattr(self, name) <= most:
                 what = f"at least {least}" if getattr(self, name) < least else f"at most {most:,}"
-                raise ConfigError(f"{name} is {getattr(self, name)}; it should be {what}.")
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be {what}.")
         for name in ("lengths", "depths"):
             if not getattr(self, name):
                 raise ConfigError(f"--{name} needs at least one number.")
         for depth in self.depths:
             if not 0 <= depth <= 100:
-                raise ConfigError(f"depths has {depth:g}; it should be in [0, 100].")
+                raise ConfigError(f"depths has {depth:g}; it must be in [0, 100].")
         depths = dict.fromkeys(depth / 100 for depth in self.depths)
         return tuple(dict.fromkeys(map(_length, self.lengths))), tuple(depths)
 
@@ -84,7 +84,7 @@ class LongContextOptions:
 def _length(text: str) -> int:
     match = re.fullmatch(r"0*([1-9][0-9]{0,15})([km]?)", text.lower())
     if match is None:
-        raise ConfigError(f"lengths has {text!r}; it should be a number of tokens such as 4096 or 4k.")
+        raise ConfigError(f"lengths has {text!r}; it must be a number of tokens such as 4096 or 4k.")
     return int(match[1]) * _UNITS[match[2]]
 
 
@@ -129,7 +129,7 @@ def read(arguments: Sequence[str]) -> EvaluateCommand:
     for name in ("max_batches", "piece"):
         value = getattr(command, name)
         if value is not None and value < 1:
-            raise ConfigError(f"{name} is {value}; it should be at least 1.")
+            raise ConfigError(f"{name} is {value}; it must be at least 1.")
     named = {argument.partition("=")[0] for argument in arguments}  # an option may be given without a value
     if "--text" in named and not command.text:
         raise ConfigError("--text is empty; it needs at least one file or folder.")

@@ -57,9 +57,9 @@ def checked(command: GenerateCommand) -> tuple[str, str]:
     """The prompt, and the text of the prompt file, after checking everything that needs no model."""
     for name in ("max_tokens", "samples"):
         if getattr(command, name) < 1:
-            raise ConfigError(f"{name} is {getattr(command, name)}; it should be at least 1.")
+            raise ConfigError(f"{name} is {getattr(command, name)}; it must be at least 1.")
     if not 0 <= command.seed < 2**32:
-        raise ConfigError(f"seed is {command.seed}; it should be in [0, 2^32).")
+        raise ConfigError(f"seed is {command.seed}; it must be in [0, 2^32).")
     if command.prompt is not None and command.prompt_file is not None:
         raise ConfigError(
             f"--prompt and --prompt-file {command.prompt_file} both give the text; leave one out. --save-memory reads a file "

@@ -40,7 +40,7 @@ def read(arguments: Sequence[str]) -> PrepareCommand:
     cut = given.index("--") if "--" in given else len(given)
     command = parse(PrepareCommand, "prepare", _DESCRIPTION, given[:cut])
     if command.workers is not None and command.workers < 1:
-        raise ConfigError(f"workers is {command.workers}; it should be at least 1.")
+        raise ConfigError(f"workers is {command.workers}; it must be at least 1.")
     beam = tuple(given[cut + 1 :])
     if command.runner is None:
         if beam:

@@ -61,9 +61,9 @@ def checked(command: ServeCommand) -> tuple[str | None, pathlib.Path]:
     if missing:
         raise ConfigError(f"{' and '.join(missing)} cannot be imported; pip install 'atlasjax[serve]'.")
     if not 0 <= command.port < 2**16:
-        raise ConfigError(f"port is {command.port}; it should be in [0, 65535].")
+        raise ConfigError(f"port is {command.port}; it must be in [0, 65535].")
     if not 0 < command.grace_seconds < float("inf"):
-        raise ConfigError(f"grace_seconds is {command.grace_seconds}; it should be positive.")
+        raise ConfigError(f"grace_seconds is {command.grace_seconds}; it must be positive.")
     with user_errors():
         folder = (
             storage.path(command.run_dir) / "memories" if command.memories is None else storage.path(command.memories)

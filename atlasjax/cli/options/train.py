@@ -119,7 +119,7 @@ def read(arguments: Sequence[str]) -> Request:
     if file is not None and given is None and "preset" in values:
         given = values["preset"]
         if not isinstance(given, str):
-            raise ConfigError(f"the config file {file}: preset is {given!r}; it should be the name of a preset.")
+            raise ConfigError(f"the config file {file}: preset is {given!r}; it must be the name of a preset.")
     values.pop("preset", None)
     run_dir, _ = pop_option(arguments, "run-dir")
     saved = run_config(run_dir) if run_dir is not None and given is None and file is None else None

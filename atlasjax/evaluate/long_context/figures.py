@@ -23,7 +23,7 @@ def draw(results: Sequence[Result]) -> bytes:
 
     tasks = {result.task for result in results}
     if len(tasks) != 1:
-        raise ValueError(f"draw: the results are of {len(tasks)} tasks; they should be of one.")
+        raise ValueError(f"draw: the results are of {len(tasks)} tasks; they must be of one.")
     values = [value for result in results for value in result.values]
     figure = Figure(figsize=(7.2, 4.2), layout="constrained")
     FigureCanvasAgg(figure)  # draws to a file, with or without a display

@@ -324,7 +324,7 @@ def find(name: str) -> Task:
     for method in ("check", "depths", "result"):
         if not callable(getattr(found, method, None)):
             raise ValueError(
-                f"task {name!r} is {found!r}, which has no {method}(); it should be a PromptTask or the like."
+                f"task {name!r} is {found!r}, which has no {method}(); it must be a PromptTask or the like."
             )
     return found
 

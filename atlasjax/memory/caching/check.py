@@ -43,5 +43,5 @@ def check_capacity(rule: CachedSpec, state: object, where: str) -> None:
         return
     if state.keys.shape[2] != rule.capacity:
         raise ValueError(
-            f"{where}: state has a cache for {state.keys.shape[2]} memories, should be capacity={rule.capacity}."
+            f"{where}: state has a cache for {state.keys.shape[2]} memories, must be capacity={rule.capacity}."
         )

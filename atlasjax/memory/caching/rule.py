@@ -87,7 +87,7 @@ class CachedRule(CachedSpec[Params]):
     ) -> tuple[Float[Array, "batch time heads value_dim"], CachedState]:
         if state is not None:
             raise ValueError(
-                "Partition: time divides the tokens of a CachedRule only from a fresh memory; state should be None."
+                "Partition: time divides the tokens of a CachedRule only from a fresh memory; state must be None."
             )
         return scan_part(self, axes, params, tokens_of(self, tokens))
 

@@ -75,7 +75,7 @@ class CachedSpec(WrappedRule[Params, CachedState]):
             )
         if self.connector == "age" and self.capacity is None:
             raise ValueError(
-                'CachedRule: connector="age" has a score for each of capacity memories; capacity is None and should be a number.'
+                'CachedRule: connector="age" has a score for each of capacity memories; capacity is None and must be a number.'
             )
         if self.aggregation == "ssc" and self.capacity is not None and self.top_k > self.capacity:
             raise ValueError(f"CachedRule: top_k={self.top_k} must be at most capacity={self.capacity}.")

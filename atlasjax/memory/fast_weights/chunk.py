@@ -147,7 +147,7 @@ def gradient_factors(
         loss = rule.limited_objective.loss(out, v, threshold)
         if loss.shape != out.shape[:-1]:
             raise ValueError(
-                f"{type(rule.objective).__name__}.loss returned shape {loss.shape} for outputs {out.shape}; it should be one "
+                f"{type(rule.objective).__name__}.loss returned shape {loss.shape} for outputs {out.shape}; it must be one "
                 f"number for each token, {out.shape[:-1]}."
             )
         return jnp.sum(loss), (inputs, products, out)

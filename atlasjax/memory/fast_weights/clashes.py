@@ -25,12 +25,12 @@ def _clashes_of_muon(kind: Optimizer) -> Iterator[tuple[str, str]]:
     optimizer = f"optimizer={kind!r}"
     steps, schedule = (getattr(kind, name, None) for name in ("steps", "schedule"))
     if not is_integer(steps, 0):
-        yield optimizer, f"its steps={steps!r}, which should be an integer ≥ 0 as it orthogonalizes."
+        yield optimizer, f"its steps={steps!r}, which must be an integer ≥ 0 as it orthogonalizes."
     if schedule not in SCHEDULES:
         known = " or ".join(map(repr, SCHEDULES))
-        yield optimizer, f"its schedule={schedule!r}, which should be {known} as it orthogonalizes."
+        yield optimizer, f"its schedule={schedule!r}, which must be {known} as it orthogonalizes."
     if not kind.has_momentum:
-        yield optimizer, "its has_momentum=False, which should be True as it orthogonalizes its momentum."
+        yield optimizer, "its has_momentum=False, which must be True as it orthogonalizes its momentum."
 
 
 def _clashes_of_write_gate(kind: Optimizer) -> Iterator[tuple[str, str]]:
@@ -46,7 +46,7 @@ def _clashes_of_write_gate(kind: Optimizer) -> Iterator[tuple[str, str]]:
 
 def _clashes_of_retention(rule: Choices, retention: str, optimizer: str, structure: str) -> Iterator[tuple[str, str]]:
     if rule.retention.gate not in (None, "scalar", "channel"):
-        yield retention, f"its gate={rule.retention.gate!r}, which should be None, 'scalar' or 'channel'."
+        yield retention, f"its gate={rule.retention.gate!r}, which must be None, 'scalar' or 'channel'."
     if rule.retention.gate == "channel" and not rule.structure.is_matrix:
         yield retention, f"{structure}: a decay per feature channel is defined for Matrix() only. Use Scalar()."
     if rule.retention.decay_first and rule.retention.gate is None:
@@ -95,7 +95,7 @@ def clashes(rule: Choices) -> Iterator[tuple[str, str]]:
             f"{optimizer}: an orthogonalized step cannot be combined with a retention map. Use GradientDescent().",
         )
     if not is_integer(rule.optimizer.every, 1):
-        yield optimizer, f"its every={rule.optimizer.every!r}, which should be an integer ≥ 1."
+        yield optimizer, f"its every={rule.optimizer.every!r}, which must be an integer ≥ 1."
     if rule.chunk_size % rule.optimizer.every:
         yield optimizer, f"chunk_size={rule.chunk_size}: `every` must divide the chunk size."
     if rule.optimizer.per_channel and not matrix:

@@ -57,18 +57,18 @@ class Measurement:
         allowed = {"platform": tuple(dict.fromkeys(PLATFORMS.values())), "kernel": KERNELS, "dtype": DTYPES}
         for name, values in allowed.items():
             if getattr(self, name) not in values:
-                raise ValueError(f"{name}={getattr(self, name)!r}, should be one of {values}.")
+                raise ValueError(f"{name}={getattr(self, name)!r}, must be one of {values}.")
         if PLATFORMS.get(self.implementation) != self.platform:
             wanted = " or ".join(repr(name) for name, platform in PLATFORMS.items() if platform == self.platform)
-            raise ValueError(f"implementation={self.implementation!r}, should be {wanted} on {self.platform!r}.")
+            raise ValueError(f"implementation={self.implementation!r}, must be {wanted} on {self.platform!r}.")
         if not check.is_integer(self.head_dim, 1):
-            raise ValueError(f"head_dim={self.head_dim!r}, should be an integer ≥ 1.")
+            raise ValueError(f"head_dim={self.head_dim!r}, must be an integer ≥ 1.")
         ratio = self.ratio_to_xla
         if not (check.is_finite(ratio) and ratio >= 0):
-            raise ValueError(f"ratio_to_xla={ratio!r}, should be a finite number ≥ 0.")
+            raise ValueError(f"ratio_to_xla={ratio!r}, must be a finite number ≥ 0.")
         for name in ("device", "jax", "command"):
             if not isinstance(getattr(self, name), str) or not getattr(self, name):
-                raise ValueError(f"{name}={getattr(self, name)!r}, should be a string.")
+                raise ValueError(f"{name}={getattr(self, name)!r}, must be a string.")
 
     @property
     def key(self) -> _Key:
@@ -87,7 +87,7 @@ def read(path: pathlib.Path = PATH) -> tuple[Measurement, ...]:
     except json.JSONDecodeError as error:
         raise ValueError(f"{path.name} is not JSON: {error}.") from None
     if not isinstance(rows, list):
-        raise ValueError(f"{path.name} holds {type(rows).__name__}, should be a list of rows.")
+        raise ValueError(f"{path.name} holds {type(rows).__name__}, must be a list of rows.")
     names = {field.name for field in dataclasses.fields(Measurement)}
     found: dict[_Key, Measurement] = {}
     for number, row in enumerate(rows, 1):

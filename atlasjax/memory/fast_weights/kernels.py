@@ -106,7 +106,7 @@ def unsupported(
     every = rule.optimizer.every
     reasons = {
         **{f"{name}={value!r}": not known for name, (value, known) in _known(rule).items()},
-        f"q is {q.dtype}, should be float32 or bfloat16": q.dtype not in (jnp.float32, jnp.bfloat16),
+        f"q is {q.dtype}, must be float32 or bfloat16": q.dtype not in (jnp.float32, jnp.bfloat16),
         f"structure={rule.structure!r} has an inner LayerNorm": rule.structure.norm and (on_gpu or rule.uses_muon),
         f"optimizer={rule.optimizer!r} has a step size per channel": rule.optimizer.per_channel,
         f"optimizer={rule.optimizer!r} writes every {every} tokens, which is not a power of two": bool(
@@ -119,7 +119,7 @@ def unsupported(
     if is_linear:
         reasons |= linear_kernels.unsupported(params.weights["W"])
     elif not rule.has_constant_gradient:
-        reasons[f"chunk_size={rule.chunk_size}, should be one of {CHUNK_SIZES}"] = rule.chunk_size not in CHUNK_SIZES
+        reasons[f"chunk_size={rule.chunk_size}, must be one of {CHUNK_SIZES}"] = rule.chunk_size not in CHUNK_SIZES
         reasons[f"{time} tokens are less than one chunk of {rule.chunk_size}"] = time < rule.chunk_size and not packed
     if on_gpu and (old := too_old()) is not None:
         reasons[old] = True

@@ -43,7 +43,7 @@ class HierarchicalSpec(FamilyRule[HierarchicalParams, HierarchicalState]):
         check.boolean(where, "projected", self.projected)
         if self.global_chunk > 1 and self.global_rule.has_constant_gradient:
             raise ValueError(
-                f"{where}: rule is {self.rule!r}, should be one in which the chunk size has an effect: its gradients do not depend "
+                f"{where}: rule is {self.rule!r}, must be one in which the chunk size has an effect: its gradients do not depend "
                 "on the memory."
             )
 
@@ -51,15 +51,15 @@ class HierarchicalSpec(FamilyRule[HierarchicalParams, HierarchicalState]):
         """Makes a field with numbers of tokens a tuple, or raises ValueError."""
         where, given = "HierarchicalRule", getattr(self, name)
         if not isinstance(given, tuple | list) or not given:
-            raise ValueError(f"{where}: {name} is {given!r}, should be numbers of tokens, such as (8,).")
+            raise ValueError(f"{where}: {name} is {given!r}, must be numbers of tokens, such as (8,).")
         object.__setattr__(self, name, tuple(given))
         for chunk in given:
             check.integer(where, f"each of {name}", chunk)
             if chunk > self.global_chunk:
-                raise ValueError(f"{where}: {name} has {chunk}, should be at most global_chunk={self.global_chunk}.")
+                raise ValueError(f"{where}: {name} has {chunk}, must be at most global_chunk={self.global_chunk}.")
             if self.restart % chunk:
                 raise ValueError(
-                    f"{where}: restart={self.restart} should be a multiple of each of {name}, which has {chunk}."
+                    f"{where}: restart={self.restart} must be a multiple of each of {name}, which has {chunk}."
                 )
 
     def with_chunk(self, chunk: int) -> Rule[PyTree, PyTree]:
@@ -160,11 +160,11 @@ def _check_inner(rule: object) -> None:
         raise TypeError(f"{where}: rule must be a memory.Rule, such as rules.titans(), got {kind}.")
     if not dataclasses.is_dataclass(rule) or "chunk_size" not in (field.name for field in dataclasses.fields(rule)):
         raise ValueError(
-            f"{where}: rule is a {kind}, which has no chunks; should be a MemoryRule, or a dataclass with the field chunk_size."
+            f"{where}: rule is a {kind}, which has no chunks; must be a MemoryRule, or a dataclass with the field chunk_size."
         )
     if 'start="carry"' in rule.caching_limits or not rule.segments_continue:
         raise ValueError(
-            f"{where}: rule is a {kind}, should be one whose state does not grow with the text: the global memory continues from "
+            f"{where}: rule is a {kind}, must be one whose state does not grow with the text: the global memory continues from "
             "one shard to the next."
         )
     check_lengths(rule, where)

@@ -97,7 +97,7 @@ class LargeChunkRule(LargeChunkSpec):
     ) -> tuple[Float[Array, "batch time heads value_dim"], LargeChunkState]:
         if state is not None:
             raise ValueError(
-                "Partition: time divides the tokens of a LargeChunkRule only from a fresh memory; state should be None."
+                "Partition: time divides the tokens of a LargeChunkRule only from a fresh memory; state must be None."
             )
         return scan_part(self, axes, params, tokens)
 

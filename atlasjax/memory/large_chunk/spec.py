@@ -50,7 +50,7 @@ class LargeChunkSpec(FamilyRule[MemoryParams, LargeChunkState]):
             lookup("Newton–Schulz schedule", self.schedule, SCHEDULES)
         if self.objective.own_keys or not self.objective.uses_step_size:
             raise ValueError(
-                f"LargeChunkRule: objective is {self.objective!r}, should be one that writes at the key alone, with a step size."
+                f"LargeChunkRule: objective is {self.objective!r}, must be one that writes at the key alone, with a step size."
             )
 
     @property

@@ -33,13 +33,13 @@ class LogLinearSpec(WrappedRule[Params, LogLinearState]):
         check_lengths(self.rule, "LogLinearRule")
         if 'start="carry"' in self.rule.caching_limits:
             raise ValueError(
-                f"LogLinearRule: rule is a {type(self.rule).__name__}, should be one whose state does not grow with the text: "
+                f"LogLinearRule: rule is a {type(self.rule).__name__}, must be one whose state does not grow with the text: "
                 "levels continue from one segment to the next."
             )
         for name in ("segment_size", "levels"):
             check.integer("LogLinearRule", name, getattr(self, name))
         if self.levels > 30:
-            raise ValueError(f"LogLinearRule: levels={self.levels} should be at most 30.")
+            raise ValueError(f"LogLinearRule: levels={self.levels} must be at most 30.")
         if not self.rule.has_constant_gradient and self.segment_size % self.rule.chunk_size:
             raise ValueError(
                 f"LogLinearRule: segment_size={self.segment_size} must be a multiple of the rule's "

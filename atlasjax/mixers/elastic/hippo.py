@@ -167,7 +167,7 @@ def compress(
     if coefficients is None:
         return state
     if coefficients.shape != state.shape:
-        raise ValueError(f"compress: coefficients has shape {coefficients.shape}, should be {state.shape}.")
+        raise ValueError(f"compress: coefficients has shape {coefficients.shape}, must be {state.shape}.")
     return apply(jnp.asarray(p, dtype), coefficients.astype(dtype)) + state
 
 
@@ -218,7 +218,7 @@ def check_positions(
         shown = " ".join(repr(positions).split())[:60]
         raise ValueError(f"hippo: {name} must be numbers [samples ≥ 1], got {shown}.") from None
     if x.ndim != 1 or not x.size:
-        raise ValueError(f"hippo: {name} has shape {x.shape}, should be [samples ≥ 1].")
+        raise ValueError(f"hippo: {name} has shape {x.shape}, must be [samples ≥ 1].")
     outside = ~((x >= 0) & (x <= length))
     if outside.any():
         raise ValueError(f"hippo: {name} must lie in [0, {length}], got {x[outside][0]} at index {np.argmax(outside)}.")

@@ -82,7 +82,7 @@ def positions(sampling: str | Sampling, count: int, length: float) -> Float[np.n
     name = getattr(function, "__name__", repr(function))
     x = check_positions(f"the positions of sampling {name!r}", function(count, length), length)
     if x.shape != (count,):
-        raise ValueError(f"sampling {name!r} gave {len(x)} positions, should be {count}.")
+        raise ValueError(f"sampling {name!r} gave {len(x)} positions, must be {count}.")
     return x
 
 

@@ -53,5 +53,5 @@ def _check_levels(where: str, sizes: dict[str, int], needed: int, what: str) -> 
     if sizes["levels"] < needed:
         lead = [sizes[name] for name in ("batch", "time", "heads") if name in sizes]
         raise ValueError(
-            f"{where}: weights has shape {(*lead, sizes['levels'])}, should be {[*lead, needed]} or more levels for {what}."
+            f"{where}: weights has shape {(*lead, sizes['levels'])}, must be {[*lead, needed]} or more levels for {what}."
         )

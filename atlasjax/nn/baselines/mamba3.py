@@ -181,6 +181,6 @@ def _check(config: ModelConfig, inner: int) -> None:
         )
     if rank > 1 and config.caching is not None:
         raise ValueError(
-            f"mixer 'mamba3': caching is given, but mamba3.rank is {rank}; should be 1, because a read of a higher rank has parts "
+            f"mixer 'mamba3': caching is given, but mamba3.rank is {rank}; must be 1, because a read of a higher rank has parts "
             "that are in no memory."
         )

@@ -91,7 +91,7 @@ def altered(loaded: Mapping[str, PyTree], arrays: Sequence[str], step: int) -> l
             raise CheckpointError(f"damaged: {name} is nested too deep")
     saved = loaded["integrity"]
     if not isinstance(saved, dict):
-        raise CheckpointError(f"damaged: integrity is {str(saved)[:40]!r}; it should be the saved checksums")
+        raise CheckpointError(f"damaged: integrity is {str(saved)[:40]!r}; it must be the saved checksums")
     if saved.get(".step") != step:  # the checksum of one integer is that integer
         raise CheckpointError(f"it holds step {saved.get('.step')}: it was moved or copied to this folder")
     state = {name: loaded[name] for name in arrays if name != "progress"}

@@ -44,7 +44,7 @@ def repeated(save: Callable[[], None], checkpoints: Saving, say: Callable[[str],
 
 
 def failed_meanwhile(checkpoints: Saving, say: Callable[[str], None]) -> bool:
-    """Whether the save in progress has failed by now, so that the present state should be saved. Else as `repeated`."""
+    """Whether the save in progress has failed by now, so that the present state must be saved. Else as `repeated`."""
     try:
         checkpoints.check()
     except SaveError as error:

@@ -381,7 +381,7 @@ def test_bounded_by_a_capacity():
         ({"start": "new"}, "start"),
         ({"top_k": 0}, "top_k must be an integer ≥ 1, got 0"),
         ({"aggregation": "ssc", "top_k": 3, "capacity": 2}, "top_k=3 must be at most capacity=2"),
-        ({"connector": "age"}, 'connector="age" .* capacity is None and should be a number'),
+        ({"connector": "age"}, 'connector="age" .* capacity is None and must be a number'),
         ({"capacity": -1}, "capacity must be an integer ≥ 1, got -1"),
         ({"rule": "swdt"}, "rule must be a MemoryRule or a SoftmaxRule, got str"),
         ({"rule": ATTENTION, "aggregation": "soup"}, "soup.* is not supported for a softmax memory"),
@@ -419,7 +419,7 @@ def test_refused_calls():
     with pytest.raises(ValueError, match="blend is given, but only a CachedRule with blended=True uses it"):
         memory.read(rule, params, state, q, blend=gates.retention)
     aged = dataclasses.replace(rule, connector="age", capacity=7)
-    with pytest.raises(ValueError, match=r"gates.connector has shape \(2, 15, 2, 4\), should be \[2, 15, 2, 8\]"):
+    with pytest.raises(ValueError, match=r"gates.connector has shape \(2, 15, 2, 4\), must be \[2, 15, 2, 8\]"):
         memory.scan(aged, params, None, q, k, v, gates)
     with pytest.raises(ValueError, match=r'connector is missing; this rule has connector="age"'):
         memory.read(aged, params, memory.init_state(aged, params, batch_size=2), q)

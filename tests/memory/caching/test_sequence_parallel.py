@@ -59,7 +59,7 @@ def test_a_device_holds_few_memories():
         (
             CachedRule(rules.delta_rule(), "grm", 8),
             {},
-            "24 tokens in 2 parts; the tokens of each should be a multiple of 8",
+            "24 tokens in 2 parts; the tokens of each must be a multiple of 8",
         ),
         (
             CachedRule(rules.delta_rule(), "grm", 4),
@@ -79,5 +79,5 @@ def test_a_state_is_refused():
     rule = CachedRule(rules.delta_rule(), "grm", 4)
     params, *inputs = make_inputs(rule, time=8, dtype=jnp.float32)
     state = memory.init_state(rule, params, batch_size=2, max_length=16)
-    with pytest.raises(ValueError, match="only from a fresh memory; state should be None"):
+    with pytest.raises(ValueError, match="only from a fresh memory; state must be None"):
         memory.scan(rule, params, state, *inputs, partition=Partition(mesh_of(sequence=2), time=("sequence",)))

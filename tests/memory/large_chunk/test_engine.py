@@ -109,7 +109,7 @@ def test_a_mesh_with_explicit_axes():
         (lambda: LargeChunkRule(chunk_size=0), "LargeChunkRule: chunk_size must be an integer ≥ 1, got 0"),
         (lambda: LargeChunkRule(schedule="lactt"), "Unknown Newton–Schulz schedule 'lactt'. Did you mean 'lact'"),
         (lambda: LargeChunkRule(momentum=1), "LargeChunkRule: momentum"),
-        (lambda: LargeChunkRule(objective=objectives.DeltaKeys()), "should be one that writes at the key alone"),
+        (lambda: LargeChunkRule(objective=objectives.DeltaKeys()), "must be one that writes at the key alone"),
         (lambda: LargeChunkRule(structures.SwiGLU), "Give an instance, SwiGLU"),
         (lambda: memory.CachedRule(LargeChunkRule()), "rule must be a MemoryRule"),
     ],
@@ -123,7 +123,7 @@ def test_refuses_calls():
     rule = RULES["lact"]
     params, q, k, v, gates = make_inputs(rule, dtype=jnp.float32)
     call = lambda gates, **options: memory.scan(rule, params, None, q, k, v, gates, **options)
-    with pytest.raises(ValueError, match=r"gates.step_size has shape \(2, 23, 2, 2\), should be \[2, 23, 2, 3\]"):
+    with pytest.raises(ValueError, match=r"gates.step_size has shape \(2, 23, 2, 2\), must be \[2, 23, 2, 3\]"):
         call(gates._replace(step_size=gates.step_size[..., :2]))
     with pytest.raises(ValueError, match=r"gates\.momentum_decay is missing"):
         call(gates._replace(momentum_decay=None))
@@ -134,5 +134,5 @@ def test_refuses_calls():
         memory.scan(rule, params, other, q, k, v, gates)
     params = make_inputs(RULES["sums"], dtype=jnp.float32)[0]
     beyond = other._replace(position=other.position + RULES["sums"].chunk_size)
-    with pytest.raises(ValueError, match=r"state.position has the value \d+, should be in \[0, \d+\]"):
+    with pytest.raises(ValueError, match=r"state.position has the value \d+, must be in \[0, \d+\]"):
         memory.read(RULES["sums"], params, beyond, q)

@@ -42,8 +42,8 @@ def test_every_token_has_one_place_in_its_chunk(parts, part, chunk):
 @pytest.mark.parametrize(
     ("time", "given", "message"),
     [
-        (9, {}, "9 tokens in 2 parts; the tokens of each should be a multiple of 1"),
-        (8, {"state": True}, "only from a fresh memory; state should be None"),
+        (9, {}, "9 tokens in 2 parts; the tokens of each must be a multiple of 1"),
+        (8, {"state": True}, "only from a fresh memory; state must be None"),
         (
             8,
             {"segment_ids": np.zeros((1, 8), int)},

@@ -62,7 +62,7 @@ def test_arguments():
         scan(params, None, q, k, v, gates._replace(momentum_decay=None))
     with pytest.raises(ValueError, match=r"gates\.threshold is given, but this rule has no such gate"):
         scan(params, None, q, k, v, gates._replace(threshold=gates.momentum_decay))
-    with pytest.raises(ValueError, match=r"gates.window_weights has shape \(2, 23, 2\), should be \[2, 23, 2, 3\]"):
+    with pytest.raises(ValueError, match=r"gates.window_weights has shape \(2, 23, 2\), must be \[2, 23, 2, 3\]"):
         scan(params, None, q, k, v, gates._replace(window_weights=gates.momentum_decay))
     with pytest.raises(ValueError, match="k has shape"):
         scan(params, None, q, k[:, 1:], v, gates)
@@ -72,7 +72,7 @@ def test_arguments():
         scan(params, None, q, k, v.astype(jnp.bfloat16), gates)
     with pytest.raises(ValueError, match="state belongs to another rule"):
         scan(params, other, q, k, v, gates)
-    with pytest.raises(ValueError, match=r"state.keys has shape \(2, 2, 30, 4\), should be \[1, 2, 30, 4\]"):
+    with pytest.raises(ValueError, match=r"state.keys has shape \(2, 2, 30, 4\), must be \[1, 2, 30, 4\]"):
         scan(params, state, q[:1], k[:1], v[:1], jax.tree.map(lambda x: x[:1], gates))
     with pytest.raises(ValueError, match="has weights"):
         scan(make_inputs(RULES["attention"])[0], None, q, k, v, gates)

@@ -187,7 +187,7 @@ def test_forward_euler_warns_where_it_explodes():
         (lambda: sampling.exponential(4, 8, alpha="x"), "alpha must be a number .* got 'x'"),
         (lambda: sampling.positions("uniform", 0, 8), "samples must be an integer ≥ 1, got 0"),
         (lambda: sampling.positions(lambda n, t: np.arange(n) - 1.0, 4, 8), r"must lie in \[0, 8\], got -1.0 at index 0"),
-        (lambda: sampling.positions(lambda n, t: [t], 4, 8), "gave 1 positions, should be 4"),
+        (lambda: sampling.positions(lambda n, t: [t], 4, 8), "gave 1 positions, must be 4"),
         (lambda: sampling.exponential(4, 8, alpha=1.0), r"alpha must be a number in \(0, 1\) or None, got 1.0"),
     ],
 )  # fmt: skip
