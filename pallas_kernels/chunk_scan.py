@@ -208,7 +208,7 @@ def _forward(
 
 
 def _kept(keeping: Chunk, shapes: Shapes, carry: Arrays, gates: jax.Array) -> Sequence[jax.ShapeDtypeStruct]:
-    """What is kept of one chunk of one head: the carry before it and, after its outputs, its own values."""
+    """The kept arrays of one chunk of one head: the carry before it and, after its outputs, its own values."""
     one = lambda x: jax.ShapeDtypeStruct(x.shape[-2:], jnp.float32)
     before = tuple(map(one, carry))
     tokens = tuple(jax.ShapeDtypeStruct((gates.shape[-1], width), jnp.float32) for width in shapes.inputs)

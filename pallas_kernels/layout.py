@@ -54,7 +54,7 @@ class Beside(NamedTuple):
 
     @classmethod
     def of(cls, heads: int, chunk_size: int) -> "Beside":
-        """As many heads as fill a tile's lanes with their systems of a chunk, or as many of them as divide the heads."""
+        """The largest number that divides `heads` and the number of a chunk's systems that fit in a tile's lanes."""
         return cls(math.gcd(heads, max(1, LANES // chunk_size)))
 
     def tokens(self, x: jax.Array) -> jax.Array:

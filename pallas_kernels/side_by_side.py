@@ -17,7 +17,7 @@ from pallas_kernels.layout import LANES
 
 
 def own(shape: tuple[int, ...], heads: int, rows: int | None = None) -> jax.Array:
-    """Of [P · n, P · w], whether an entry's row and lane are of the same head; with `rows`, only the first rows of each head."""
+    """Whether row and lane of an entry of [P · n, P · w] are of the same head; with `rows`, only the first rows of each head."""
     n, width = shape[0] // heads, shape[1] // heads
     row, lane = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
     # By ranges and not by equal heads: of two heads, MLIR would simplify that to a comparison of booleans, which Mosaic lacks.

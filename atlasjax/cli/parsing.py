@@ -99,7 +99,7 @@ def _one_line(text: str, command: str, cls: type) -> str:
     return f"{said}{end}{''.join(hints[:2])} `atlasjax {command} --help` lists the options."
 
 
-# What Python and tyro say of a value that is not of the option's type.
+# Messages of Python and tyro about a value that is not of the option's type.
 _NOT_OF_TYPE = (
     "invalid literal for int()",
     "could not convert string",

@@ -191,7 +191,7 @@ def sample_rows(
         by_rank = jnp.any((how.top_k < logits.shape[-1]) | (how.top_p < 1))
         scaled = jax.lax.cond(by_rank, lambda: _ranked(scaled, how), lambda: scaled)
         scaled = _at_least(scaled, jnp.max(scaled, axis=-1, keepdims=True) + jnp.log(how.min_p)[:, None])
-        # As in a batch of one row.
+        # Each row draws as in a batch of its own, so that a sample does not depend on the rows beside it.
         tokens = jax.vmap(lambda key, row: jax.random.categorical(key, row[None])[0])(keys, scaled)
         return jnp.where(is_drawn, tokens.astype(jnp.int32), greedy)
 

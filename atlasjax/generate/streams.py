@@ -168,7 +168,7 @@ def _drawn(
 def _append(
     model: LanguageModel, token: jax.Array, cache: PyTree, seen: jax.Array | None
 ) -> tuple[_Decoded, jax.Array]:
-    """What is known after one more token [batch], and that token."""
+    """The state of decoding after one more token [batch], and that token."""
     if seen is not None:
         seen = seen.at[jnp.arange(len(token)), token].set(True)
     logits, cache = model.extend(token[:, None], cache)

@@ -223,7 +223,7 @@ def _scaled_back(most: float, w: jax.Array) -> jax.Array:
 
 @_scaled_back.defjvp
 def _scaled_back_jvp(most: float, primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Of a matrix that is scaled back, what lies along it is left out of a change."""
+    """The change of a scaled-back matrix has no component along the matrix itself."""
     (w,), (change,) = primals, tangents
     unit, norm, scale = _norm_parts(most, w)
     along = jnp.where(scale < 1.0, inner(unit, change) / (norm * norm), 0.0)

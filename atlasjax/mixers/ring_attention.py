@@ -182,7 +182,7 @@ def _add(block: _Tokens, keys: _Tokens, sums: _Sums) -> _Sums:
     logits, visible = _logits(q, k), _visible(block, keys)
     top = jnp.maximum(sums.top, jnp.max(jnp.where(visible, logits, _MASKED), axis=-1))
     weights = jnp.where(visible, jnp.exp(logits - top[..., None]), 0.0)
-    # What was summed before is brought to the new largest logit.
+    # The earlier sums are brought to the new largest logit.
     shrink = jnp.exp(sums.top - top)
     read = jnp.einsum("bkgts,bskv->bkgtv", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
     return _Sums(top, sums.total * shrink + jnp.sum(weights, axis=-1), sums.values * shrink[..., None] + read)

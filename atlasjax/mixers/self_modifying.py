@@ -44,7 +44,7 @@ GENERATORS = ("key", "value", "step_size", "retention")  # the memories beside "
 _STEP = 1e-3  # of η
 # `Bound`'s own limits keep the memories finite, but an outer gradient of HOPE in training was not, within 80 steps.
 _BOUND = Bound(slope=16.0, weight_norm=2.0)
-# Of log α. Below, nothing is left of a memory; sums of larger numbers would lose the decays after them.
+# The least log α. Below this, nothing is left of a memory; sums of larger numbers would lose the decays after them.
 _LEAST_LOG = -32.0
 
 
@@ -110,7 +110,7 @@ Memories = dict[str, Residual]  # "memory" and `GENERATORS`
 
 
 class SelfModifyingState(NamedTuple):
-    """What a stream holds.
+    """The state of a stream.
 
     Attributes:
       start: the memories at the start of their chunks, which read.

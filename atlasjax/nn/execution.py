@@ -29,7 +29,7 @@ class Execution(TypedDict):
 
 
 def execution(implementation: str | None, rule: memory.Rule, q: jax.Array, v: jax.Array) -> Execution:
-    """What `memory.scan` is told of the implementation, which may have to be split by hand over the devices of a mesh.
+    """The arguments of `memory.scan` that choose the implementation, which may have to be split by hand over a mesh.
 
     Args:
       implementation: `MemoryConfig.implementation`.

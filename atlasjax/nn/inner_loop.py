@@ -41,7 +41,7 @@ class FastWeights(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """What a chunk's tokens are read with. Every array is [layers, batch, …] but `chunks`.
+    """The weights and states that read a chunk's tokens. Every array is [layers, batch, …] but `chunks`.
 
     Attributes:
       weights: the fast weights of each period.
@@ -265,7 +265,7 @@ class InnerLoop(Module):
         ), y
 
     def _start(self, batch: int, max_length: int | None) -> Progress:
-        """What the first chunk is read with."""
+        """The progress before the first chunk."""
         graphdef, params = nnx.split(self.layers, nnx.Param)
         states = jax.vmap(lambda one: nnx.merge(graphdef, one).init_state(batch, max_length))(params)
         copied = lambda w: jnp.broadcast_to(w[:, None], (w.shape[0], batch, *w.shape[1:]))

@@ -21,7 +21,7 @@ from atlasjax.train.step import Batch, EvalStep, Metrics, jit_eval_step
 
 
 class Programs(NamedTuple):
-    """What a run calls.
+    """The compiled programs that a run calls.
 
     Attributes:
       step: (state, batch) → (state, metrics).

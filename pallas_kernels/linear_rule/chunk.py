@@ -123,7 +123,7 @@ class LinearChunk:
         return decayed(x.decay, queries, (x.k, *x.removal[1:]), (x.q,), precisions, known[: len(queries)], self.heads)
 
     def _inverse(self, xs: Arrays, at: Decayed) -> jax.Array | None:
-        """That of the system I + L diag(β), if there is a removal."""
+        """The inverse of the system I + L diag(β), if there is a removal."""
         x = self._parts(xs)
         if not self.removes or x.known is not None:
             return None if x.known is None else x.known.inverse
@@ -188,7 +188,7 @@ _solved.defvjp(_solved_forward, _solved_backward)
 
 
 class _Known(NamedTuple):
-    """What the forward kernel kept: the inverse, scores of r with each of the keys, and of q, and X."""
+    """The arrays that the forward kernel kept: the inverse, scores of r with each of the keys, and of q, and X."""
 
     inverse: jax.Array
     of_removal: Arrays

@@ -209,9 +209,9 @@ def _between_tiles(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _between(queries: Arrays, keys: Arrays, how: "_How", heads: int) -> Scores:
-    """Of each of the queries [r, P · D] with each of the keys [m, P · D], [r, P · m].
+    """The scores of each of the queries [r, P · D] with each of the keys [m, P · D], [r, P · m].
 
-    Those of all queries are one product with a key, because filling a matrix unit with a factor takes longer than a product.
+    The scores of all queries are one product with a key, because filling a matrix unit with a factor takes longer than a product.
     """
     rows, lanes = queries[0].shape[0], heads * keys[0].shape[0]
     places = [halves(x) if precision == Precision.HIGH else (x,) for x, precision in zip(queries, how.of_queries)]

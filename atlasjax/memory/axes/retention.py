@@ -147,8 +147,8 @@ class Channel(Retention):
 
 @dataclasses.dataclass(frozen=True)
 class Delta(Retention):
-    """That of delta gradient descent (HOPE; Nested Learning, NeurIPS 2025): M_t = M_{t−1} (α_t I − η_t φ(k) φ(k)ᵀ) + S_t in
-    the matrices that read φ(k), such as W2 of an MLP, and α_t M_{t−1} + S_t in the others.
+    """The retention of delta gradient descent (HOPE; Nested Learning, NeurIPS 2025): M_t = M_{t−1} (α_t I − η_t φ(k) φ(k)ᵀ) + S_t
+    in the matrices that read φ(k), such as W2 of an MLP, and α_t M_{t−1} + S_t in the others.
 
     With `Bound.step` s, the η of the decay is at most s / ‖φ(k)‖²: it forgets what was stored along φ(k), and no more.
     """
