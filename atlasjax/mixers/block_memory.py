@@ -194,6 +194,7 @@ def _read_blocks(
         y = _mix(q, place, k, v, memory, index, gate, read, rope_theta)
         return write(memory, k, v) if full is None else _write_full(write, memory, k, v, full), y
 
+    # The backward pass keeps the memory before each block and computes the scores of the block again.
     memory, y = jax.lax.scan(jax.checkpoint(block, prevent_cse=False), memory, blocks)
     return y, memory
 

@@ -178,6 +178,7 @@ def scan(
         x, q, real, reset = slot
         return _slot(config, choose(reset, fresh, state), x, q, real, retention_bias)
 
+    # The backward pass keeps the memories before each chunk and computes the chunk again.
     after, y = jax.lax.scan(jax.checkpoint(slot, prevent_cse=False), before, (*laid, resets))
     return pick_chunks(y, time, layout.place), after
 

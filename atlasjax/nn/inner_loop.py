@@ -208,6 +208,7 @@ class InnerLoop(Module):
 
         # The last chunk is only read: no token comes after it.
         before_last = tuple(y[:-1] for y in (*laid, resets))
+        # The backward pass keeps the fast weights before each chunk and computes the chunk again.
         progress, ys = jax.lax.scan(jax.checkpoint(step, prevent_cse=False), fresh, before_last)
         end = begin(progress, resets[-1])
         y = self._read(end.weights, end.states, laid[0][-1])[0]

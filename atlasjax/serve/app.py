@@ -23,7 +23,7 @@ from atlasjax.serve.limits import Limits
 from atlasjax.serve.memories import InUseError, Memories
 from atlasjax.serve.protocol import Parsed, RequestError, Responses
 
-_SWEEP_SECONDS = 60.0
+_SWEEP_SECONDS = 60.0  # between deletions of expired memories
 _TEMPLATES = 4  # rendered at a time
 _ANSWER = "answer"  # the note of memories that end with one
 

@@ -152,6 +152,7 @@ def equations(known: System, of: Windowed, heads: int = 1) -> Equations:
     shape = of.gram.shape
     row, lane = place(shape, 0, heads), place(shape, 1, heads)
     square = diagonal_column(of.gram, heads)
+    # A quotient that `where` leaves out still has a derivative, which a divisor of zero makes NaN.
     most = known.most * of.decreases / jnp.where(square >= SMALLEST, square, 1.0)
     capped = jnp.where(square >= SMALLEST, jnp.minimum(known.step, most), known.step)
 

@@ -325,6 +325,7 @@ def gradient_factors(
 
         def linear(name: str, h: jax.Array) -> jax.Array:
             inputs[name], products[name] = h, weight(name, h)
+            # The cotangent of this zero is the left factor of the gradient, whose matrix is never formed.
             return products[name] + zeros[name]
 
         return structure.apply(linear, k, k, norm), (inputs, products)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-EPSILON = 1e-7
+EPSILON = 1e-7  # added to the norm, so that a matrix of zeros stays one
 
 Triple = tuple[float, float, float]
 

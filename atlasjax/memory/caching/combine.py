@@ -131,6 +131,7 @@ def read_all(
 
     memories: [batch, heads, n, out, in]; q: [batch, heads, tokens, key_dim]; gamma: [batch, heads, tokens, n].
     """
+    # The backward pass computes the activations of one memory at a time again, and keeps those of none.
     run = jax.checkpoint(over_heads(rule, dtype), prevent_cse=False)
 
     def one(y, xs):

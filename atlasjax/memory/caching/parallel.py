@@ -109,6 +109,7 @@ def write_segments(
             y, after = rule.continue_segments(params, state, row.tokens, lengths)
             return after, (y, after, state if rule.mixes_weights else None)
 
+        # The backward pass keeps the state before each segment and computes the segment again.
         run = jax.checkpoint(segment, prevent_cse=False)
         wide = wide_dtype(rows.tokens.q.dtype)
         start = jax.tree.map(lambda x: x.astype(wide) if jnp.issubdtype(x.dtype, jnp.floating) else x, fresh)

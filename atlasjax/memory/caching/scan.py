@@ -77,7 +77,9 @@ def _from_state(
         return state, jnp.swapaxes(y, 1, 2)
 
     up_params = jax.tree.map(lambda x: x.astype(wide), params)
+    # Writes and sums of the whole call are kept wide; a loop cannot change the dtype of its carry.
     state = jax.tree.map(lambda x: x.astype(wide) if jnp.issubdtype(x.dtype, jnp.floating) else x, state)
+    # The backward pass keeps the state before each piece and computes the piece again.
     run = jax.checkpoint(one, prevent_cse=False)
     rows = jax.tree.map(lambda x: grid.lay_chunks(x, where.slots, where.width, where.place), tokens)
     state, y = meshes.scan(run, state, (rows, where.lengths))

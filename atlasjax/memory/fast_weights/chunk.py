@@ -28,7 +28,7 @@ _FREE_BLOCK = 64  # the fastest length where the chunk size has no effect
 _SYSTEM_BLOCK = 32  # triangular systems of a delta rule, or a linear rule with a decay per channel
 _CHANNEL_SYSTEM = 16  # one system per channel of the value, with rows unrolled
 _FORMED_MATRICES = 8  # matrices formed per block: momenta, mapped or sequential memories; fewer if they are large
-_FORMED_NUMBERS = 2**20
+_FORMED_NUMBERS = 2**20  # in all matrices of a block
 
 
 class Plan(NamedTuple):

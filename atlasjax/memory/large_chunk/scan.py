@@ -164,6 +164,7 @@ def _pieces(
 
     rows = jax.tree.map(lambda x: grid.lay_chunks(x, where.slots, where.width, where.place), piece)
     xs = (rows, where.lengths.astype(jnp.int32), where.resets)
+    # The backward pass keeps the memory and the sums before each piece and computes the piece again.
     carry, y = meshes.scan(jax.checkpoint(body, prevent_cse=False), carry, xs)
     return grid.pick_chunks(y, piece.q.shape[1], where.place), carry
 
@@ -182,6 +183,7 @@ def _whole_chunks(
             return write(rule, params.weights, *memories, written), y
 
         whole = jax.tree.map(lambda x: grid.lay_chunks(x[:, : count * chunk], count, chunk), piece)
+        # The backward pass keeps the memory before each chunk and computes the chunk again.
         run = jax.checkpoint(body, prevent_cse=False)
         (memory, momentum), y = meshes.scan(run, (carry.memory, carry.momentum), whole)
         carry = carry._replace(memory=memory, momentum=momentum)

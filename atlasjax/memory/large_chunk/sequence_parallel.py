@@ -112,6 +112,7 @@ def scan_part(
 
     def shared(memory: Weights, piece: Piece) -> tuple[jax.Array, Written]:
         y, written = read(params, memory, piece)
+        # Each device adds its share of a chunk's tokens; then all write the same memory.
         return y, jax.lax.psum(written, axes)
 
     def chunk(memories: tuple[Weights, Weights | None], piece: Piece) -> tuple[tuple, jax.Array]:
@@ -123,6 +124,7 @@ def scan_part(
     count, rest = divmod(jax.lax.axis_size(axes) * time, rule.chunk_size)
     if count:
         whole = jax.tree.map(lambda x: x[:count], pieces)
+        # The backward pass keeps the memory before each chunk and computes the chunk again.
         memories, y = jax.lax.scan(jax.checkpoint(chunk, prevent_cse=False), memories, whole)
         outputs.append(y)
     carry = carry._replace(memory=memories[0], momentum=memories[1])

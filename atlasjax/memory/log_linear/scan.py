@@ -76,6 +76,7 @@ def _sequential(
         lengths = jnp.where(states.written(number, state), lengths, 0)
         before = states.writers(state)
         y, after = rule.rule.scan(params, before, *repeated, lengths=lengths)
+        # The inner rule may return a wider state than the carry holds.
         after = jax.tree.map(lambda x, like: x.astype(like.dtype), after, before)
         state = states.with_written(state, after)
         up = lambda x: jnp.swapaxes(x.astype(wide), 1, 2)
@@ -86,8 +87,10 @@ def _sequential(
         state = state._replace(position=state.position + length.astype(jnp.int32))
         return state, jnp.swapaxes(y, 1, 2)
 
+    # Writes and sums of the whole call are kept wide; a loop cannot change the dtype of its carry.
     state = jax.tree.map(lambda x: x.astype(wide) if jnp.issubdtype(x.dtype, jnp.floating) else x, state)
     rows = jax.tree.map(lambda x: grid.lay_chunks(x, where.slots, where.width, where.place), (tokens, weights))
+    # The backward pass keeps the state before each piece and computes the piece again.
     run = jax.checkpoint(piece, prevent_cse=False)
     state, y = meshes.scan(run, state, (rows, where.lengths, resets))
     return grid.pick_chunks(y, time, where.place).astype(dtype), state

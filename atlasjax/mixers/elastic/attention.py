@@ -285,6 +285,7 @@ def _piece(
 
     xs = (queries.lay(q), places, kb[: grid.touched], vb[: grid.touched], queries.index, full)
     memory = state.coefficients, state.memory_keys, state.memory_values
+    # The backward pass keeps the memory before each block and computes the scores of the block again.
     memory, y = jax.lax.scan(jax.checkpoint(block, prevent_cse=False), memory, xs)
     keys, values = (x[last, jnp.arange(batch)] for x in (kb, vb))
     return queries.pick(y), ElasticState(*memory, keys, values, state.position + time, state.max_length)
@@ -299,6 +300,7 @@ def _attend_blocks(
         q, k, v, coefficients, m = xs
         return _attend(q, None, k, v, matrices.sample(coefficients, k, v), m > 0, **options)
 
+    # The scores of one block at a time, computed again in the backward pass.
     return jax.lax.map(jax.checkpoint(block, prevent_cse=False), (q, k, v, states, index))
 
 

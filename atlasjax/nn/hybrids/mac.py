@@ -157,6 +157,7 @@ class MACMixer(Module):
             resets,
             self._ends(count),
         )
+        # The backward pass keeps the state before each segment and computes the segment again.
         _, (y, norms) = jax.lax.scan(jax.checkpoint(segment, prevent_cse=False), fresh, xs)
         if norms is not None:
             norms = jax.vmap(lambda x, last: x.at[last].get(mode="fill", fill_value=jnp.nan), in_axes=(1, 0))(
