@@ -24,6 +24,7 @@ _Updated = tuple[Weights, OptimizerState, Weights | None, Window | None, jax.Arr
 _Token = Callable[..., _Updated]
 
 
+# Inlined into the program of a traced caller. A scan is not: every gradient outside `jit` would compile its transposed loop again.
 @functools.partial(jax.jit, static_argnames=("rule",), inline=True)
 def xla_step(
     rule: MemorySpec,

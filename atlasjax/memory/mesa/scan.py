@@ -116,6 +116,7 @@ def xla_scan(
     state = init_state(rule, params, batch, dtype) if state is None else grid.widened(state, dtype)
     begins, segment = jnp.zeros((batch, time), bool), state.segment
     if ids is not None:
+        # A state without an id is continued by the first segment, whatever its id.
         before = jnp.where(segment < 0, ids[:, 0], segment)
         begins, segment = ids != jnp.concatenate([before[:, None], ids[:, :-1]], axis=1), ids[:, -1]
     size = min(_CHUNK[rule.solver], time)
@@ -135,6 +136,7 @@ def xla_scan(
     return y.astype(tokens.q.dtype), MesaState(*last, segment)
 
 
+# Inlined into the program of a traced caller. A scan is not: every gradient outside `jit` would compile its transposed loop again.
 @functools.partial(jax.jit, static_argnames=("rule",), inline=True)
 def xla_step(rule: MesaSpec, params: MesaParams, state: MesaState, tokens: Tokens) -> tuple[jax.Array, MesaState]:
     """`MesaRule.step`."""

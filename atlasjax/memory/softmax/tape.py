@@ -61,6 +61,7 @@ def tape_of(
             held = jnp.where(mask, old, jnp.asarray(fill, new.dtype))
         return grid.lay(new, places, place, fill, held)
 
+    # A place without a token changes nothing: η = 0 writes nothing, and decays of 1 forget nothing.
     def put_gate(old: jax.Array, new: jax.Array | None, fill: float, *channels: int) -> jax.Array:
         if new is None:
             new = jnp.ones((batch, time, heads, *channels), wide)
@@ -72,6 +73,7 @@ def tape_of(
     base = state.segment
     if ids is None:
         ids = jnp.broadcast_to(base[:, None], (batch, time))
+    # A state without an id is continued by the first segment, whatever its id.
     base = jnp.where(base < 0, ids[:, 0], base)
     old_ids = jnp.broadcast_to(base[:, None], pending.shape)
     return Tape(
@@ -164,6 +166,7 @@ def _take(x: jax.Array, index: jax.Array, valid: jax.Array, fill: float = 0.0) -
         return x[:, :, :0]
     if x.shape[2] == 0:
         return jnp.full((*x.shape[:2], index.shape[1], *x.shape[3:]), fill, x.dtype)
+    # Clipped places have no entry; `valid` replaces their values.
     taken = jax.vmap(lambda row, i: row[:, i])(x, jnp.clip(index, 0, x.shape[2] - 1))
     mask = valid.reshape(valid.shape[0], 1, valid.shape[1], *(1,) * (x.ndim - 3))
     return jnp.where(mask, taken, jnp.asarray(fill, x.dtype))
