@@ -100,12 +100,12 @@ def step_or_scan(
     rule: memory.Rule,
     params: memory.MemoryParams,
     state: memory.MemoryState | memory.CachedState | None,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "batch time heads key_dim"],
+    k: Float[Array, "batch time heads key_dim"],
+    v: Float[Array, "batch time heads value_dim"],
     gates: memory.Gates,
     **options: Any,
-) -> tuple[jax.Array, Any]:
+) -> tuple[Float[Array, "batch time heads value_dim"], Any]:
     """`memory.scan` with its keyword arguments `options`, or `memory.step` for a decoded token."""
     # A step compiles no loop. A caller's choice of implementation is for sequences.
     if q.shape[1] > 1 or state is None or options["segment_ids"] is not None or options["implementation"] is not None:

@@ -146,7 +146,7 @@ def observe(
     return mixer(x, segment_ids, max_segments, **with_first(mixer, first)), None
 
 
-def joined_sizes(sizes: Iterable[jax.Array | None]) -> jax.Array | None:
+def joined_sizes(sizes: Iterable[Float[Array, "batch heads"] | None]) -> Float[Array, "batch heads"] | None:
     """The memory sizes of several mixers, [batch, heads], one after another; None if none has any."""
     present = [size for size in sizes if size is not None]
     return jnp.concatenate(present, axis=1) if present else None
