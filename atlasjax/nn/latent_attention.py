@@ -76,7 +76,7 @@ class LatentAttentionMixer(Module):
         """
         if max_length is None:
             raise ValueError(
-                "mixer 'mla' keeps the latents of every token: max_length is None, should be the maximum number of tokens."
+                "mixer 'mla' keeps the latents of every token: max_length is None, must be the maximum number of tokens."
             )
         return latent_attention.init_cache(batch_size, max_length, self.latent_dim, self.shared_dim, self.dtype)
 

@@ -62,7 +62,7 @@ TENSORS = [
     (
         "kimi_linear",
         lambda x: x.update({"model.layers.0.self_attn.A_log": x["model.layers.0.self_attn.A_log"].reshape(3)}),
-        ["A_log", "(3,), should be (1, 1, 3, 1)"],
+        ["A_log", "(3,), must be (1, 1, 3, 1)"],
     ),
     ("nemotron_h with experts", without("backbone.layers.4.mixer.gate.weight"), ["mixer.gate.weight'", "missing"]),
     ("gla", lambda x: x.update({HEAD: x[HEAD].astype(np.int32)}), [HEAD, "is I32", "F32, F16, BF16"]),

@@ -180,10 +180,10 @@ def test_tokens_divided_over_devices():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"key": np.zeros((BATCH, 5, 3), np.float32)}, "shared_dim is 3, should be even for rotary positions"),
-        ({"key": np.zeros((BATCH, 6, SHARED), np.float32)}, r"key has shape \(2, 6, 4\), should be .*time=5"),
+        ({"key": np.zeros((BATCH, 5, 3), np.float32)}, "shared_dim is 3, must be even for rotary positions"),
+        ({"key": np.zeros((BATCH, 6, SHARED), np.float32)}, r"key has shape \(2, 6, 4\), must be .*time=5"),
         ({"up": np.zeros((LATENT, HEADS, OWN), np.float32)}, "q has 9 channels and key 4; up should have .* it has 5"),
-        ({"latent": np.zeros((BATCH, 5, 7), np.float32)}, r"up has shape \(8, 3, 11\), should be .*latent_dim=7"),
+        ({"latent": np.zeros((BATCH, 5, 7), np.float32)}, r"up has shape \(8, 3, 11\), must be .*latent_dim=7"),
     ],
 )
 def test_bad_input_is_named(changes, words):
@@ -196,7 +196,7 @@ def test_a_wrong_cache_is_named():
     with pytest.raises(TypeError, match=r"latent_attention\.extend: cache must be a LatentCache, got NoneType"):
         L.extend(**x, cache=None)
     with pytest.raises(
-        ValueError, match=r"cache.latents has shape \(2, 5, 11\), should be .*latent_dim\+shared_dim=12"
+        ValueError, match=r"cache.latents has shape \(2, 5, 11\), must be .*latent_dim\+shared_dim=12"
     ):
         L.extend(**x, cache=L.init_cache(BATCH, 5, 7, SHARED, jnp.float32))
 
