@@ -82,7 +82,9 @@ def read_back(
     return np.moveaxis(np.asarray(recalled), 0, -1), np.moveaxis(np.asarray(stored), 0, -1)
 
 
-def _one(shape: Shape, n: jax.Array, passes: jax.Array, k: jax.Array, v: jax.Array, seed: jax.Array, gates: Any) -> Any:
+def recalled_and_stored(
+    shape: Shape, n: jax.Array, passes: jax.Array, k: jax.Array, v: jax.Array, seed: jax.Array, gates: Any
+) -> Any:
     """One memory with one list of pairs."""
     rule = shape.rule
     sizes = {"num_heads": 1, "key_dim": shape.key_dim, "value_dim": VALUE_DIM}
@@ -107,6 +109,6 @@ def _one(shape: Shape, n: jax.Array, passes: jax.Array, k: jax.Array, v: jax.Arr
 @jax.jit(static_argnums=0)
 def _compiled(shape: Shape, k: Any, v: Any, seeds: Any, gates: Any, pairs: Any, passes: Any) -> Any:
     one = lambda n: jax.vmap(  # over gates, then seeds
-        lambda g: jax.vmap(lambda k, v, seed: _one(shape, n, passes, k, v, seed, g))(k, v, seeds)
+        lambda g: jax.vmap(lambda k, v, seed: recalled_and_stored(shape, n, passes, k, v, seed, g))(k, v, seeds)
     )(gates)
     return jax.lax.map(one, pairs)

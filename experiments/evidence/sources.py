@@ -34,6 +34,17 @@ Losses = dict[str, dict[int, float]]  # model → seed → bits per byte
 
 
 @dataclasses.dataclass(frozen=True)
+class Case:
+    """The settings of one comparison of the capacity experiment: two memories, and where they are compared."""
+
+    better: str
+    worse: str
+    keys: str
+    budget: int
+    passes: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Line:
     """One comparison in one setting.
 
@@ -47,6 +58,7 @@ class Line:
         control, or a comparison that the papers do not make.
       counted: of language models, where they are compared, and those that are not clearly better than a trigram, each with its
         mean loss.
+      case: the same settings as data; of the capacity experiment.
     """
 
     setting: str
@@ -56,6 +68,7 @@ class Line:
     source: str
     aside: str = ""
     counted: tuple[str, tuple[str, ...]] = ("", ())
+    case: Case | None = None
 
     @property
     def verdict(self) -> str:
@@ -127,7 +140,8 @@ def capacity(
         size = f"{a['floats']:,} and {b['floats']:,} floats"
         times = "one pass" if passes == 1 else f"{passes} passes"
         told = f"{better} against {worse}: {TITLES[keys]}, {times}, {size}"
-        found.append(Line(told, comparison, "doublings of pairs", passes * a["recipe"]["pairs"][-1], "capacity"))
+        tokens, case = passes * a["recipe"]["pairs"][-1], Case(better, worse, keys, setting[0], passes)
+        found.append(Line(told, comparison, "doublings of pairs", tokens, "capacity", case=case))
     return found
 
 

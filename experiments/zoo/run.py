@@ -2,6 +2,7 @@
 
     python -m experiments.zoo.run                          # the embedded text
     python -m experiments.zoo.run --text input.txt         # a text of your own, e.g. tinyshakespeare
+    python -m experiments.zoo.run --text code              # Python's standard library; weather: hours of three airports
     python -m experiments.zoo.run --only titans atlas      # some of them
     python -m experiments.zoo.run --only my_parts:my_rule my_parts:MyMixer --out runs/zoo      # a rule and a mixer of your own
     python -m experiments.zoo.run --report                 # only write the table and plot of existing rows
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from experiments import command, pages
 from experiments.rows import by_model, rows_of_recipe
+from experiments.zoo import corpora
 from experiments.zoo.training import Recipe, measure
 
 if TYPE_CHECKING:
@@ -72,6 +74,7 @@ def run_model(name: str, recipe: Recipe) -> dict[str, Any]:
         "parameters": sizes["parameters"],
         "state_bytes": sizes["state_bytes_per_sequence"],
         "state_grows": grows,
+        **({"corpus": corpora.identity(recipe.text)} if recipe.text in corpora.CORPORA else {}),
         "recipe": dataclasses.asdict(recipe),
     }
 
@@ -165,7 +168,7 @@ def _color(name: str) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     parser = command.options(__doc__, HERE / "results")
-    parser.add_argument("--text", help="a UTF-8 text file; without it the embedded text")
+    parser.add_argument("--text", help="a UTF-8 text file, or code, or weather; without it the embedded text")
     parser.add_argument(
         "--only", nargs="+", metavar="MODEL", help="architectures, rules, mixers, or package.module:object"
     )

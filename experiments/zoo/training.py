@@ -6,6 +6,8 @@ import time
 from typing import Any
 
 from atlasjax.nn import ModelConfig
+from experiments.zoo import corpora
+from experiments.zoo.corpora import CORPORA
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +21,7 @@ class Recipe:
       learning_rate: peak rate of AdamW for all models, with warm-up over a tenth of the steps and cosine decay to a tenth of the
         peak.
       eval_batches: batches of held-out text, as large as those of training. None means all.
-      text: a text file. None means the embedded text.
+      text: a text file, or a name of `corpora.CORPORA`. None means the embedded text.
       seed: seed of parameters and data order.
     """
 
@@ -39,6 +41,8 @@ def train_config(model: ModelConfig, recipe: Recipe) -> Any:
     from atlasjax.train.config import OptimizerConfig, TrainConfig
 
     source: dict[str, Any] = {} if recipe.text is None else {"source": "text", "paths": (recipe.text,)}
+    if recipe.text in CORPORA:
+        source = {"source": corpora.source(recipe.text)}
     data = DataConfig(sequence_length=recipe.sequence_length, batch_size=recipe.batch_size, seed=recipe.seed, **source)
     optimizer = OptimizerConfig(learning_rate=recipe.learning_rate, warmup_steps=max(1, recipe.steps // 10))
     return TrainConfig(
