@@ -16,7 +16,7 @@ from collections.abc import Callable
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from docs.tables import kernels, measured, repository, rules, status, weights, year  # noqa: E402
+from docs.tables import evidence, kernels, measured, repository, rules, status, weights, year  # noqa: E402
 
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
@@ -30,8 +30,9 @@ TABLES: dict[str, Callable[[], str]] = {
         measured.serving_load, measured.devices_sequence, measured.devices_longest,
         measured.reliability_faults, measured.reliability_packing, measured.packing_models,
         measured.input_speed, measured.input_memory,
-        measured.mad, measured.needles, measured.evidence_summary, measured.evidence_settings,
-        measured.evidence_commands, measured.evidence_details,
+        measured.mad, measured.needles,
+        evidence.evidence_summary, evidence.evidence_settings, evidence.evidence_commands, evidence.evidence_fresh,
+        evidence.evidence_model, evidence.evidence_details, evidence.choosing_memories,
         year.year_proofs, year.year_standing, year.year_models, year.bench_year,
         weights.weights_families, weights.weights_tensors,
         repository.repository_badges, repository.repository_clone, repository.repository_colab,

@@ -363,31 +363,3 @@ def needles() -> str:
     from experiments.needles.report import table as tables
 
     return tables(rows("experiments/needles/results/small.jsonl"))
-
-
-def evidence_summary() -> str:
-    """The directions that the papers claim, with their verdicts."""
-    from experiments.evidence import page
-
-    return page.summary()
-
-
-def evidence_settings() -> str:
-    """On what the verdicts depend that are not the same in all settings."""
-    from experiments.evidence import page
-
-    return page.settings()
-
-
-def evidence_commands() -> str:
-    """The commands of the experiments that have comparisons."""
-    from experiments.evidence import page
-
-    return page.commands()
-
-
-def evidence_details() -> str:
-    """The comparisons of each direction."""
-    from experiments.evidence import page
-
-    return page.details()

@@ -1,7 +1,8 @@
 """On what a claim depends, as code that predicts comparisons, and the test of it on fresh seeds.
 
-Each condition was written from the rows of seeds 0 to 9 of the capacity experiment, and committed before a row of `fresh.py` (seeds 10 to
-19) was read. The first branch that holds in a comparison's settings predicts it; where none holds, nothing is predicted.
+Each condition was written from the rows of seeds 0 to 9 of the capacity experiment, and committed before a row of
+`fresh.py` (seeds 10 to 19) was read. The first branch that holds in a comparison's settings predicts it; where none holds, nothing
+is predicted.
 """
 
 import dataclasses
@@ -171,8 +172,8 @@ def rows_wanted() -> set[tuple[str, int, int, str]]:
 def outcome(branch: Branch, line: Line) -> str:
     """Whether a prediction holds in a comparison: "right", "wrong" or "undecided".
 
-    `AHEAD` and `BEHIND` are right or wrong by the verdict of the page, and `NEITHER` is right if the effect is below `ALIKE`, and wrong
-    if it is not and the comparison is decided.
+    `AHEAD` and `BEHIND` are right or wrong by the verdict of the page, and `NEITHER` is right if the effect is below `ALIKE`,
+    and wrong if it is not and the comparison is decided.
     """
     verdict = line.comparison.verdict
     if branch.predicts == NEITHER:

@@ -3,9 +3,9 @@
     JAX_PLATFORMS=cpu python -m experiments.evidence.fresh                                 # every row that a condition predicts
     JAX_PLATFORMS=cpu python -m experiments.evidence.fresh --memories linear "deep 2" --passes 1
 
-Each memory has the shapes and gates of its row in `../capacity/results/capacity.jsonl`, which tuning seeds chose, and reads the pairs of
-seeds 10 to 19. So a row costs one set of gates, and not all that were tried. Rows are lines of `results/fresh.jsonl`, and finished ones
-are skipped. They test the conditions of `experiments.evidence.conditions`, which were written from seeds 0 to 9.
+Each memory has the shapes and gates of its row in `../capacity/results/capacity.jsonl`, which tuning seeds chose, and reads the
+pairs of seeds 10 to 19. So a row costs one set of gates, and not all that were tried. Rows are lines of `results/fresh.jsonl`, and
+finished ones are skipped. They test the conditions of `experiments.evidence.conditions`, which were written from seeds 0 to 9.
 """
 
 import pathlib

@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 
+from experiments.evidence import held
 from experiments.evidence.counting import NO_BETTER
 from experiments.evidence.directions import DIRECTIONS, EXPERIMENTS, Direction
 from experiments.evidence.sources import Line, language_spread
@@ -39,8 +40,8 @@ def distinct(lines: list[Line]) -> list[Line]:
 def summary() -> str:
     """One line for each direction. Lines with the same differences count once."""
     text = [
-        "| | direction | paper | verdict | comparisons: reproduced, refuted here, undecided | seeds |",
-        "| ---: | --- | --- | --- | --- | ---: |",
+        "| | direction | paper | verdict | comparisons: reproduced, refuted here, undecided | seeds | held on fresh seeds |",
+        "| ---: | --- | --- | --- | --- | ---: | ---: |",
     ]
     for number, direction in enumerate(DIRECTIONS, 1):
         lines = direction.lines()
@@ -48,16 +49,28 @@ def summary() -> str:
         told = ", ".join(str(counts[name]) for name in ("reproduced", "refuted here", "undecided")) if lines else ""
         seeds = sorted({line.comparison.seeds for line in lines})
         spread = "" if not seeds else str(seeds[0]) if len(seeds) == 1 else f"{seeds[0]}–{seeds[-1]}"
-        text.append(
-            f"| {_link(number)} | {direction.name} | {direction.paper} | **{verdict(lines)}** | {told} | {spread} |"
+        cells = (
+            _link(number),
+            direction.name,
+            direction.paper,
+            f"**{verdict(lines)}**",
+            told,
+            spread,
+            held.score(number),
         )
+        text.append(f"| {' | '.join(cells)} |")
     return "\n".join(text) + "\n"
 
 
 def settings() -> str:
-    """One sentence for each direction that depends on the setting: on what."""
+    """On what each direction depends that does, with the numbers of fresh seeds where it has a condition."""
     found = [(number, d) for number, d in enumerate(DIRECTIONS, 1) if verdict(d.lines()) == DEPENDS]
-    return "\n".join(f"- {_link(number)} **{d.name}.** {d.depends}" for number, d in found) + "\n"
+    said = []
+    for number, direction in found:
+        numbers = held.numbers(number)
+        measured = f" *Fresh seeds:* {numbers}." if numbers else ""
+        said.append(f"- {_link(number)} **{direction.name}.** {direction.depends}{measured}")
+    return "\n".join(said) + "\n"
 
 
 def _link(number: int) -> str:

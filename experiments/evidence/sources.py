@@ -28,6 +28,8 @@ from experiments.studies.compare import BYTES, compared
 from experiments.studies.models import LENGTH
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+CAPACITY = "capacity/results/capacity.jsonl"  # under experiments/, seeds 0 to 9
+FRESH = "evidence/results/fresh.jsonl"  # seeds 10 to 19
 
 
 Losses = dict[str, dict[int, float]]  # model → seed → bits per byte
@@ -124,10 +126,10 @@ def of_texts(
 
 
 def capacity(
-    pairs: Iterable[tuple[str, str]], budgets: Sequence[int] = (256, 1024), criterion: str = "recalled"
+    pairs: Iterable[tuple[str, str]], budgets: Sequence[int] = (256, 1024), path: str = CAPACITY
 ) -> list[Line]:
     """(better, worse) memories: the mean distance of their curves, in doublings of the number of pairs."""
-    table = {(r["budget"], r["passes"], r["keys"], r["memory"]): r for r in rows("capacity/results/capacity.jsonl")}
+    table = {(r["budget"], r["passes"], r["keys"], r["memory"]): r for r in rows(path)}
     settings = sorted({key[:3] for key in table}, key=lambda k: (k[0], k[1], list(TITLES).index(k[2])))
     found = []
     for (better, worse), setting in itertools.product(pairs, settings):
@@ -135,7 +137,7 @@ def capacity(
         if a is None or b is None or setting[0] not in budgets:
             continue
         _, passes, keys = setting
-        comparison = paired(*({i: x for i, x in enumerate(area(row, criterion))} for row in (a, b)))
+        comparison = paired(*({i: x for i, x in enumerate(area(row))} for row in (a, b)))
         assert comparison is not None
         size = f"{a['floats']:,} and {b['floats']:,} floats"
         times = "one pass" if passes == 1 else f"{passes} passes"

@@ -5,9 +5,10 @@ That the pages are what the rows give is in tests/test_site.py, with the other g
 
 import dataclasses
 
+import numpy as np
 import pytest
 
-from experiments.evidence import counting, lines, page, sources, speed
+from experiments.evidence import conditions, counting, fresh, lines, page, sources, speed
 from experiments.evidence.directions import DIRECTIONS, EXPERIMENTS, Direction
 from experiments.evidence.sources import Line
 from experiments.intervals import compare
@@ -306,3 +307,29 @@ def test_the_stability_page_names_the_runs_with_spikes():
     assert {name for name, count in spikes.items() if count == 3} == names(three)
     assert {name for name, count in spikes.items() if count == 1} <= names(one)
     assert max(spikes.values()) == 3
+
+
+def test_conditions_predict_by_the_first_branch_that_holds():
+    case = lambda **changed: sources.Case(
+        **{"better": "linear, c=4", "worse": "linear", "keys": "topics", "budget": 1024, "passes": 1} | changed
+    )
+    predicts = lambda number, **changed: conditions.branch_of(number, case(**changed)).predicts
+    assert predicts(1) == conditions.AHEAD
+    assert predicts(1, passes=30) == predicts(1, keys="independent") == conditions.BEHIND
+    assert predicts(1, keys="independent", better="linear, c=4, buffers free") == conditions.NEITHER
+    assert conditions.branch_of(5, case(better="linear, c=8", worse="linear, c=4")) is None
+
+
+@pytest.mark.parametrize(
+    ("predicts", "found", "outcome"),
+    [("ahead", BETTER, "right"), ("behind", BETTER, "wrong"), ("ahead", OPEN, "undecided"), ("alike", BETTER, "wrong"),
+     ("alike", [0.05, 0.06, 0.05, 0.06], "right"), ("alike", [1.0, -0.5, 1.1, -0.2], "undecided")],
+)  # fmt: skip
+def test_outcome_of_a_prediction(predicts, found, outcome):
+    assert conditions.outcome(conditions.Branch("", predicts, lambda c: True), line(found)) == outcome
+
+
+def test_fresh_rows_repeat_a_row_on_its_own_seeds():
+    """The gates of a row, on the seeds of that row, give its numbers but for the gates' third digit."""
+    row = next(r for r in sources.rows(sources.CAPACITY) if fresh.key_of(r) == ("narrow", 256, 1, "linear"))
+    assert np.abs(np.asarray(fresh.replay(row, range(2))) - row["recalled"][:2]).max() < 0.1

