@@ -189,7 +189,7 @@ AT = 64  # pairs
 
 
 def choices(budget: int = 1024) -> str:
-    """For each kind of keys the memory that is best on seeds 0 to 9, and its numbers on fresh seeds."""
+    """For each kind of keys the memory that is best on seeds 0 to 9, and its numbers on fresh seeds, where it has them."""
     text = [
         f"| keys | pairs are read | delta rule: of {AT} pairs | best, all state counted | best, buffers free |",
         "| --- | --- | ---: | --- | --- |",
@@ -214,16 +214,18 @@ def _by_setting(path: str, budget: int) -> dict[tuple[str, int], dict[str, Row]]
 
 
 def _best(names: Sequence[str], own: dict[str, Row], fresh: dict[str, Row]) -> str:
-    known = [name for name in names if name in own and name in fresh]
+    known = [name for name in names if name in own]
     if not known:
         return "not measured"
     name = max(known, key=lambda n: np.mean(area(own[n])))
     if name == "linear":
         return "the delta rule"
-    gain = compare(area(fresh[name]), area(fresh["linear"]))
+    rows, mark = (fresh, "") if name in fresh else (own, " \\*")
+    gain = compare(area(rows[name]), area(rows["linear"]))
     low, high = gain.student
     told = f"{gain.effect:+.2f} doublings ({low:+.2f} to {high:+.2f})"
-    return f"{name.removesuffix(', buffers free').removesuffix(', sums of keys free')}: {_recalled(fresh[name]):.0%}, {told}"
+    short = name.removesuffix(", buffers free").removesuffix(", sums of keys free")
+    return f"{short}: {_recalled(rows[name]):.0%}, {told}{mark}"
 
 
 def _recalled(row: Row) -> float:
