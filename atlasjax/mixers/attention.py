@@ -125,7 +125,11 @@ class KVCache(NamedTuple):
         return None
 
     def put(
-        self, write: Write, k: jax.Array, v: jax.Array, position: jax.Array
+        self,
+        write: Write,
+        k: Float[Array, "batch time kv_heads*key_dim"],
+        v: Float[Array, "batch time kv_heads*value_dim"],
+        position: Int[Array, "*layers batch"],
     ) -> "KVCache":  # `attention_streams.Cache`
         return KVCache(write(self.keys, k), write(self.values, v), position)
 
@@ -152,7 +156,11 @@ class WindowCache(NamedTuple):
         return self.keys.shape[-2]
 
     def put(
-        self, write: Write, k: jax.Array, v: jax.Array, position: jax.Array
+        self,
+        write: Write,
+        k: Float[Array, "batch time kv_heads*key_dim"],
+        v: Float[Array, "batch time kv_heads*value_dim"],
+        position: Int[Array, "*layers batch"],
     ) -> "WindowCache":  # `attention_streams.Cache`
         return WindowCache(write(self.keys, k), write(self.values, v), position)
 

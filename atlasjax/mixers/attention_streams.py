@@ -40,7 +40,13 @@ class Cache(Protocol):
     def window(self) -> int | None:
         """How many tokens a token sees; the cache is a ring of this size. None: all tokens, each stored at its position."""
 
-    def put(self: C, write: Write, k: jax.Array, v: jax.Array, position: jax.Array) -> C:
+    def put(
+        self: C,
+        write: Write,
+        k: Float[Array, "batch time kv_heads*key_dim"],
+        v: Float[Array, "batch time kv_heads*value_dim"],
+        position: Int[Array, "*layers batch"],
+    ) -> C:
         """The cache with `write` of its keys and the new ones, k, of its values and v, and with another position."""
 
 

@@ -47,20 +47,25 @@ class LatentCache(NamedTuple):
     position: Int[Array, " batch"]
 
     @property
-    def keys(self) -> jax.Array:
+    def keys(self) -> Float[Array, "batch max_length latent_dim+shared_dim"]:
         return self.latents
 
     @property
-    def values(
-        self,
-    ) -> jax.Array:  # whole rows, of which the shared keys are dropped after the read: a part would be copied
+    def values(self) -> Float[Array, "batch max_length latent_dim+shared_dim"]:
+        # Whole rows, of which the shared keys are dropped after the read: a part would be copied.
         return self.latents
 
     @property
     def window(self) -> None:  # a token sees all before it
         return None
 
-    def put(self, write: Write, k: jax.Array, v: jax.Array, position: jax.Array) -> "LatentCache":
+    def put(
+        self,
+        write: Write,
+        k: Float[Array, "batch time kv_heads*key_dim"],
+        v: Float[Array, "batch time kv_heads*value_dim"],
+        position: Int[Array, "*layers batch"],
+    ) -> "LatentCache":
         """See `attention_streams.Cache`."""
         return LatentCache(write(self.latents, k), position)
 

@@ -195,9 +195,7 @@ def test_a_wrong_cache_is_named():
     x = arrays(5)
     with pytest.raises(TypeError, match=r"latent_attention\.extend: cache must be a LatentCache, got NoneType"):
         L.extend(**x, cache=None)
-    with pytest.raises(
-        ValueError, match=r"cache.latents has shape \(2, 5, 11\), must be .*latent_dim\+shared_dim=12"
-    ):
+    with pytest.raises(ValueError, match=r"cache.latents has shape \(2, 5, 11\), must be .*latent_dim\+shared_dim=12"):
         L.extend(**x, cache=L.init_cache(BATCH, 5, 7, SHARED, jnp.float32))
 
 

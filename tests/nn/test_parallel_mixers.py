@@ -109,7 +109,10 @@ def test_layers_without_a_network():
             {"mixer": ("mamba2", "attention"), "ffn": ("swiglu",)},
             r"ffn=\('swiglu',\) is for 1 layers, must be for the 2",
         ),
-        ({"mixer": ("mamba2", "attention"), "ffn": ("swiglu", "gelu")}, "one kind of network besides 'experts' and 'none'"),
+        (
+            {"mixer": ("mamba2", "attention"), "ffn": ("swiglu", "gelu")},
+            "one kind of network besides 'experts' and 'none'",
+        ),
         ({"ffn": "relu3"}, "ffn='relu3'|ffn is 'relu3'|relu3"),
         ({"ssm": SSMConfig(inner=13, head_dim=4)}, "ssm.head_dim=4 must divide ssm.inner = 13"),
     ],
