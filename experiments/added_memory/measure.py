@@ -14,7 +14,7 @@ from flax import nnx
 
 from atlasjax.data.config import DataConfig
 from atlasjax.distributed.mesh import MeshConfig
-from atlasjax.interop import export_weights, import_weights
+from atlasjax.interop import checksums, export_weights, import_weights
 from atlasjax.nn import ModelConfig
 from atlasjax.presets import get_preset
 from atlasjax.train import state as state_lib
@@ -30,6 +30,7 @@ from experiments.added_memory.arms import ARMS, IMPORTED
 from experiments.rows import Row
 
 PRESET, FAMILY = "granite-h-tiny", "granitemoehybrid"
+FIRST, PUBLIC = "first", "public"  # the run of the model that is exported, and the folder of its weights
 SHORTEST = 64  # upper end of the first bucket of positions and distances
 
 
@@ -54,7 +55,7 @@ class Recipe:
       ValueError: a number is out of range.
     """
 
-    steps: int = 250
+    steps: int = 1500
     added_steps: int = 60
     batch_size: int = 8
     length: int = 256
@@ -99,54 +100,63 @@ class Tests:
 
     @classmethod
     def of(cls, recipe: Recipe, held_out: np.ndarray, seed: int) -> "Tests":
+        """Raises ValueError if the held-out text is too short, or no fact is near or none is far."""
         length = recipe.length * recipe.times
-        return cls(
-            text.windows(held_out, recipe.windows, length),
-            *text.needles(held_out, recipe.needles, length, recipe.asked, seed),
-        )
+        tokens, asked = text.needles(held_out, recipe.needles, length, recipe.asked, seed)
+        if not asked[..., 1].min() < recipe.length <= asked[..., 1].max():
+            raise ValueError(f"added_memory: no fact is on one side of {recipe.length} bytes; give more needles.")
+        return cls(text.windows(held_out, recipe.windows, length), tokens, asked)
 
 
-def write_pages(recipe: Recipe, training: np.ndarray, seed: int, folder: pathlib.Path) -> None:
-    """Writes the pages of both trainings, first.txt and added.txt: different ones, if the text has enough."""
-    first, added = (steps * recipe.batch_size for steps in (recipe.steps, recipe.added_steps))
-    pages = text.pages(training, first + added + 2, recipe.length, recipe.facts, seed)
-    folder.mkdir(parents=True, exist_ok=True)
-    # Windows of a stream need one more byte than the pages have: the last one's target.
-    (folder / "first.txt").write_bytes(np.concatenate([*pages[:first], pages[-2][:1]]).tobytes())
-    (folder / "added.txt").write_bytes(np.concatenate([*pages[first:-2], pages[-1][:1]]).tobytes())
+def run_path(folder: pathlib.Path, name: str, seed: int) -> pathlib.Path:
+    """Where the run of an arm is, or that of the model that is exported."""
+    return folder / (name if name == FIRST else f"{name}-{seed}")
 
 
 def run_config(recipe: Recipe, model: ModelConfig, folder: pathlib.Path, name: str, seed: int) -> TrainConfig:
-    """The run as in `atlasjax train`: of the model that is exported ("first"), or of an arm."""
-    first = name == "first"
+    """The run as in `atlasjax train`: of the model that is exported, `FIRST`, or of an arm. Its pages are beside it."""
+    first = name == FIRST
+    run = run_path(folder, name, seed)
     steps, rate = (recipe.steps, recipe.learning_rate) if first else (recipe.added_steps, recipe.added_rate)
     return TrainConfig(
         model=model,
         data=DataConfig(
-            source="text", paths=(str(folder / ("first.txt" if first else "added.txt")),), validation_fraction=0.0,
-            sequence_length=recipe.length, batch_size=recipe.batch_size, seed=seed,
+            source="text", paths=(f"{run}.txt",), validation_fraction=0.0, sequence_length=recipe.length,
+            batch_size=recipe.batch_size, seed=seed,
         ),
         optimizer=OptimizerConfig(learning_rate=rate, warmup_steps=max(1, steps // 10)),
-        mesh=MeshConfig(data=1), steps=steps, seed=seed, run_dir=str(folder / name),
+        mesh=MeshConfig(data=1), steps=steps, seed=seed, run_dir=str(run),
         init_from=None if first else str(folder / IMPORTED),
         eval_every=0, checkpoint_every=50, log_every=50, tensorboard=False,
     )  # fmt: skip
 
 
-def make_public(recipe: Recipe, training: np.ndarray, seed: int, folder: pathlib.Path) -> None:
+def write_pages(recipe: Recipe, training: np.ndarray, folder: pathlib.Path, name: str, seed: int) -> None:
+    """Writes the pages of a run as its text."""
+    first = name == FIRST
+    count = recipe.batch_size * (recipe.steps if first else recipe.added_steps)
+    pages = text.pages(training, count + 1, recipe.length, recipe.facts, seed, added=not first)
+    folder.mkdir(parents=True, exist_ok=True)
+    # One byte of the last page is the last target of the page before it.
+    pathlib.Path(f"{run_path(folder, name, seed)}.txt").write_bytes(
+        np.concatenate([*pages[:-1], pages[-1][:1]]).tobytes()
+    )
+
+
+def make_public(recipe: Recipe, training: np.ndarray, folder: pathlib.Path) -> None:
     """Trains a small Granite-4.0-H, exports it as transformers writes that family, and imports these files as a run.
 
     What is there already is not made again.
     """
     if (folder / IMPORTED).exists():
         return
-    write_pages(recipe, training, seed, folder)
-    if not (folder / "public").exists():
-        config = run_config(recipe, get_preset(PRESET), folder, "first", seed)
+    if not (folder / PUBLIC).exists():
+        write_pages(recipe, training, folder, FIRST, 0)
+        config = run_config(recipe, get_preset(PRESET), folder, FIRST, 0)
         train(config)
-        written = export_weights(config.run_dir, folder / "public")
+        written = export_weights(config.run_dir, folder / PUBLIC)
         assert written.family == FAMILY, written
-    import_weights(folder / "public", folder / IMPORTED, tokenizer="byte")
+    import_weights(folder / PUBLIC, folder / IMPORTED, tokenizer="byte")
 
 
 Scores = Callable[[Any, np.ndarray], tuple[np.ndarray, np.ndarray]]
@@ -193,27 +203,30 @@ def tested(of: Scores, params: Any, tests: Tests, edges: list[int]) -> Row:
     return {"by_position": by_position, "by_distance": by_distance, "asked": asked}
 
 
-def measure(name: str, seed: int, recipe: Recipe, tests: Tests, folder: pathlib.Path) -> Row:
+def measure(name: str, seed: int, recipe: Recipe, training: np.ndarray, tests: Tests, folder: pathlib.Path) -> Row:
     """The row of an arm, or of the imported model.
 
     Args:
       name: key of `ARMS`, or `IMPORTED`.
       seed, recipe, tests: of the row.
+      training: the text of training.
       folder: has what `make_public` made.
 
     Returns:
-      arm, seed, parameters, state_floats of a text as long as the tests, start_difference: the largest difference of a token's loss
-      between the imported model and this one before its first step, in nats, on tests of text; loss: of the last ten steps, in nats
-      per token; the numbers of `tested`; cpu_seconds; recipe.
+      arm, seed, base: the beginning of the SHA-256 of the public weights, parameters, state_floats of a text as long as the tests,
+      start_difference: the largest difference of a token's loss from the imported model before the first step, in nats, on tests of
+      text, loss: of the last ten steps, in nats per token, the numbers of `tested`, cpu_seconds, recipe.
     """
     started = time.process_time()
     base = load_run(folder / IMPORTED)
     old = state_lib.pure(nnx.state(base.model, nnx.Param))
-    model, row = base.config.model, {"arm": name, "seed": seed}
+    digest = (folder / PUBLIC / checksums.FILE).read_text()[:16]
+    model, row = base.config.model, {"arm": name, "seed": seed, "base": digest}
     if name == IMPORTED:
         of, params, more = scores(model), old, {"start_difference": 0.0, "loss": None}
     else:
         model = ARMS[name].added(model)
+        write_pages(recipe, training, folder, name, seed)
         config = run_config(recipe, model, folder, name, seed)
         of = scores(model)
         new, _ = base_params(config, prepare(config).shardings.params)
@@ -221,7 +234,7 @@ def measure(name: str, seed: int, recipe: Recipe, tests: Tests, folder: pathlib.
         difference = np.abs(of(new, few)[0] - scores(base.config.model)(old, few)[0]).max()
         result = train(config)
         params = result.state.params
-        more = {"start_difference": float(difference), "loss": _last_loss(folder / name)}
+        more = {"start_difference": float(difference), "loss": _last_loss(run_path(folder, name, seed))}
     return {
         **row, **command.sizes(model, recipe.length * recipe.times), **more, **tested(of, params, tests, recipe.edges),
         "cpu_seconds": round(time.process_time() - started, 1), "recipe": dataclasses.asdict(recipe),

@@ -5,9 +5,10 @@
     JAX_PLATFORMS=cpu python -m experiments.added_memory.run --text book.txt    # texts of your own
     python -m experiments.added_memory.run --report                             # only the table and the plot
 
-For each seed a small Granite-4.0-H is trained, exported as public weights and imported again. From there every arm trains on, on
-the same pages in the same order: with nothing added, with parameters alone, with a window, with cached states, with a deep memory.
-A row is one arm of one seed. Finished rows are skipped, so the same command resumes; unfinished runs are in `<out>/partial`.
+A small Granite-4.0-H is trained, exported as public weights and imported again. From there every arm trains on, in each seed on the
+same pages in the same order: with nothing added, with parameters alone, with a window, with cached states, with a deep memory.
+A row is one arm of one seed. Finished rows are skipped, so the same command resumes; the weights and unfinished runs are in
+`<out>/partial`.
 """
 
 import dataclasses
@@ -17,7 +18,7 @@ import shutil
 from experiments import command
 from experiments.added_memory import text
 from experiments.added_memory.arms import ARMS, IMPORTED
-from experiments.added_memory.measure import Recipe, Tests, make_public, measure
+from experiments.added_memory.measure import Recipe, Tests, make_public, measure, run_path
 from experiments.added_memory.report import write
 from experiments.rows import Row, append_row, rows_of_recipe
 
@@ -50,23 +51,21 @@ def main(argv: list[str] | None = None) -> None:
         rows = rows_of_recipe(path, recipe, key_of)
     except (OSError, ValueError) as error:
         parser.error(str(error))
+    folder = options.out / "partial" / name
     for seed in [] if options.report else range(options.seeds):
         wanted = [arm for arm in (IMPORTED, *options.only) if (seed, arm) not in rows]
-        folder = options.out / "partial" / f"{name}-{seed}"
         if wanted:
-            make_public(recipe, training, seed, folder)
+            make_public(recipe, training, folder)
             tests = Tests.of(recipe, held_out, seed)
         for arm in wanted:
-            rows[seed, arm] = row = measure(arm, seed, recipe, tests, folder)
+            rows[seed, arm] = row = measure(arm, seed, recipe, training, tests, folder)
             append_row(path, row)
-            shutil.rmtree(folder / arm if arm != IMPORTED else folder / "first", ignore_errors=True)
-            beyond = row["by_position"][str(recipe.length)]
+            shutil.rmtree(run_path(folder, arm, seed), ignore_errors=True)
+            beyond, spent = row["by_position"][str(recipe.length)], row["cpu_seconds"]
             print(
-                f"seed {seed}, {arm}: {beyond:.3f} bits per byte from {recipe.length}, {row['cpu_seconds']:.0f} s of a core",
+                f"seed {seed}, {arm}: {beyond:.3f} bits per byte from {recipe.length}, {spent:.0f} s of a core",
                 flush=True,
             )
-        if all((seed, arm) in rows for arm in ARMS):
-            shutil.rmtree(folder, ignore_errors=True)
     if rows:
         print(write(list(rows.values()), path))
 

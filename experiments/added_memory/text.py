@@ -19,6 +19,7 @@ NAMES = np.frombuffer(b"ABCDEFGHIJKLMNOP", np.uint8)
 VALUES = np.frombuffer(b"abcdefghijklmnop", np.uint8)
 SIZE = 3  # bytes of a mention
 OWN_NAME = "library"
+_ADDED_PERIOD = 5
 _PERIOD = 10  # every tenth file is for tests
 
 
@@ -66,7 +67,7 @@ def _ascii(text: str) -> np.ndarray:
     return np.frombuffer(text.replace("\r\n", "\n").replace("@", "?").encode("ascii", "replace"), np.uint8)
 
 
-def pages(text: np.ndarray, count: int, length: int, facts: int, seed: int) -> list[np.ndarray]:
+def pages(text: np.ndarray, count: int, length: int, facts: int, seed: int, *, added: bool = False) -> list[np.ndarray]:
     """Pages of training, uint8 [length] each: different pieces of the text while there are some, every second one with facts in it.
 
     Args:
@@ -76,6 +77,7 @@ def pages(text: np.ndarray, count: int, length: int, facts: int, seed: int) -> l
       facts: names in a page that has facts. It has 2 · facts mentions or more, up to as many as fit, so that recall is learned from
         short distances first.
       seed: of the order, and of the facts and their places.
+      added: whether they are of every fifth piece of the text, instead of all others.
 
     Raises:
       ValueError: a number is out of range, the text is shorter than a page, or the facts do not fit in a page.
@@ -83,7 +85,9 @@ def pages(text: np.ndarray, count: int, length: int, facts: int, seed: int) -> l
     check.integer("added_memory", "count", count)
     _check_facts(len(text), length, facts)
     rng = np.random.default_rng([seed, 0])
-    starts = [length * rng.permutation(len(text) // length) for _ in range(-(-count * length // len(text)) + 1)]
+    pieces = np.arange(0, len(text) - length + 1, length)
+    mine = pieces[(np.arange(len(pieces)) % _ADDED_PERIOD == 0) == added]
+    starts = [rng.permutation(mine) for _ in range(-(-count // len(mine)))]
     found = []
     for number, start in enumerate(np.concatenate(starts)[:count]):
         piece = text[start : start + length]
@@ -147,5 +151,5 @@ def _check_facts(available: int, length: int, facts: int) -> None:
     check.require(1 <= facts <= len(NAMES), "facts", facts, f"1 to {len(NAMES)}")
     least = 2 * SIZE * facts + 1
     check.require(length >= least, "length", length, f"at least {least} for {facts} facts")
-    if available < length:
-        raise ValueError(f"added_memory: the text has {available:,} bytes, should have at least {length:,}.")
+    if available < 2 * length:
+        raise ValueError(f"added_memory: the text has {available:,} bytes, should have at least {2 * length:,}.")

@@ -70,7 +70,7 @@ def small(monkeypatch):
 
 def test_rows_resume(tmp_path, small, capsys):
     (tmp_path / "book.txt").write_text("The whale, the white whale, a sail. " * 60)
-    sizes = "--steps 1 --added-steps 1 --batch-size 1 --length 64 --times 2 --facts 2 --asked 3 --windows 1 --needles 1 --seeds 1"
+    sizes = "--steps 1 --added-steps 1 --batch-size 1 --length 64 --times 2 --facts 2 --asked 8 --windows 1 --needles 2 --seeds 1"
     options = [*sizes.split(), "--text", str(tmp_path / "book.txt"), "--out", str(tmp_path), "--only"]
     run.main([*options, "nothing"])
     run.main([*options, "nothing", "grm"])
@@ -78,7 +78,7 @@ def test_rows_resume(tmp_path, small, capsys):
     assert [row["arm"] for row in rows] == [IMPORTED, "nothing", "grm"]
     assert [row["start_difference"] for row in rows] == pytest.approx([0, 0, 0], abs=1e-6)
     assert rows[2]["parameters"] > rows[1]["parameters"] == rows[0]["parameters"]
-    assert sum(rows[0]["asked"].values()) == 3
+    assert sum(rows[0]["asked"].values()) == 16
     assert rows[1]["by_position"] != rows[0]["by_position"]
     assert "| grm | nothing | bits per byte, positions 64 to 128 |" in capsys.readouterr().out
     assert (tmp_path / "book.png").stat().st_size > 10_000
