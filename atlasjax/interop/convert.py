@@ -154,7 +154,8 @@ def _save_run(folder: pathlib.Path, config: TrainConfig, found: _Weights, finger
     """Writes the config of a run, and its checkpoint of step 0. fingerprint: the tokenizer's."""
     write_whole(folder / "config.json", (json.dumps(to_dict(config), indent=2) + "\n").encode())
     state = state_lib.TrainState(_placed(found), None, jax.random.key(config.seed), jnp.zeros((), jnp.int32))
-    with Checkpoints(folder / "checkpoints", config.keep) as checkpoints:
+    largest = max(x.nbytes for x in jax.tree.leaves(state.params))
+    with Checkpoints(folder / "checkpoints", config.keep, at_a_time=largest + 2**20) as checkpoints:
         checkpoints.save(state, [None], to_dict(config), fingerprint)
 
 

@@ -58,16 +58,17 @@ class Checkpoints:
       directory: the folder that holds (or will hold) one folder per step.
       keep: number of checkpoints to keep. The oldest are deleted.
       clean: delete leftovers of killed saves. Use False where another process may be saving.
+      at_a_time: bytes of arrays that a save copies and compresses at a time, above those of the largest. None: all of them.
 
     Attributes:
       directory: the folder.
       failures: the saves in a row that have failed.
     """
 
-    def __init__(self, directory: str | storage.AnyPath, keep: int = 3, *, clean: bool = True):
+    def __init__(self, directory: str | storage.AnyPath, keep: int = 3, *, clean: bool = True, at_a_time: int | None = None):
         self.directory = storage.path(directory).absolute()
         self.failures = 0
-        self._keep, self._clean = keep, clean
+        self._keep, self._clean, self._at_a_time = keep, clean, at_a_time
         self._opened = 0
         self._folders = step_folders.StepFolders()
         with contextlib.ExitStack() as silent:
@@ -92,6 +93,7 @@ class Checkpoints:
         context.checkpointables.registry = registry
         # Within one process, replicas that write a slice each gain nothing, and every slice is a program to compile.
         context.array.saving.use_replica_parallel = jax.process_count() > 1
+        context.memory.write_concurrent_bytes = self._at_a_time
         if jax.process_count() > 1:
             context.async_options.timeout_secs = min(DEADLINE * 2**self.failures, LONGEST)
             # A barrier that one process has missed cannot be used again.

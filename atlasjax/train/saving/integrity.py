@@ -120,13 +120,15 @@ def damaged(saved: dict[str, int], loaded: dict[str, int]) -> list[str]:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _fingerprint(state: PyTree, unchecked: frozenset[str]) -> tuple[list[jax.Array], jax.Array]:
-    leaves = [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree.leaves_with_path(state)]
-    floating = [leaf for path, leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating) and path not in unchecked]
-    finite = functools.reduce(jnp.logical_and, [jnp.isfinite(leaf).all() for leaf in floating], jnp.bool_(True))
-    return [_sum(leaf) for _, leaf in leaves], finite
+    leaves = jax.tree.leaves_with_path(state)
+    found = [_summed(leaf, checked=jax.tree_util.keystr(path) not in unchecked) for path, leaf in leaves]
+    finite = functools.reduce(jnp.logical_and, [finite for _, finite in found], jnp.bool_(True))
+    return [total for total, _ in found], finite
 
 
-def _sum(leaf: jax.Array) -> jax.Array:
+def _summed(leaf: jax.Array, *, checked: bool) -> tuple[jax.Array, jax.Array]:
+    """The sum of an array's entries, and whether all are finite if they are checked."""
+    finite = jnp.isfinite(leaf) if checked and jnp.issubdtype(leaf.dtype, jnp.floating) else None
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}[leaf.dtype.itemsize]  # 8 bytes: two words
@@ -136,4 +138,9 @@ def _sum(leaf: jax.Array) -> jax.Array:
     place = jnp.uint32(0)
     for axis, size in enumerate(bits.shape):
         place = place * jnp.uint32(size % 2**32) + jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
-    return jnp.sum(bits * (2 * place + 1), dtype=jnp.uint32)
+    terms = bits * (2 * place + 1)
+    if finite is None or finite.shape != terms.shape:
+        return jnp.sum(terms, dtype=jnp.uint32), jnp.bool_(True) if finite is None else finite.all()
+    # Together: on CPUs XLA writes what one sum reads to memory, as large as the array, and fuses it with a reduction of two.
+    both = lambda a, b: (a[0] + b[0], a[1] & b[1])
+    return jax.lax.reduce((terms, finite), (jnp.uint32(0), jnp.bool_(True)), both, tuple(range(terms.ndim)))
