@@ -34,7 +34,7 @@ TABLES: dict[str, Callable[[], str]] = {
         evidence.evidence_summary, evidence.evidence_settings, evidence.evidence_commands, evidence.evidence_fresh,
         evidence.evidence_model, evidence.evidence_details, evidence.choosing_memories,
         year.year_proofs, year.year_standing, year.year_models, year.bench_year,
-        weights.weights_families, weights.weights_tensors,
+        weights.weights_families, weights.weights_tensors, weights.weights_import, weights.weights_added,
         repository.repository_badges, repository.repository_clone, repository.repository_colab,
         status.status_devices, status.status_rules, status.status_proofs, kernels.status_kernels, status.status_plans,
         status.status_experiments, status.status_systems,

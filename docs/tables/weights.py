@@ -13,7 +13,7 @@ from atlasjax.memory.backends import backend_of
 from atlasjax.nn import ModelConfig
 from atlasjax.nn.mixers import MIXERS, memory_calls
 from atlasjax.presets.sizes import ALL_SIZES
-from docs.tables.source import BENCHMARKS, rows, table
+from docs.tables.source import BENCHMARKS, ROOT, rows, table
 
 # Families of public weights: title, name, and the config.json of a size that is published.
 PUBLIC: tuple[tuple[str, str, dict[str, Any]], ...] = (
@@ -176,6 +176,30 @@ def weights_families() -> str:
         )
         lines.append((title, "both", "yes", _kernels(model), ", ".join(planned) or "none", added))
     return table(("family", "import, export", "decode", "TPU kernel", "plan for v5e", "add"), lines)
+
+
+def weights_import() -> str:
+    """Memory and time of importing public weights, of each size beside `from_pretrained`."""
+    from experiments.benchmarks.import_cpu import TOLD
+
+    found = {(row["layers"], row["loader"]): row for row in rows(BENCHMARKS / "import_cpu.jsonl")}
+    lines = [
+        (
+            f"{row['bytes'] / 1e6:,.0f} MB", TOLD[loader], f"{row['anonymous'] / row['bytes']:.2f}",
+            f"{row['resident'] / row['bytes']:.2f}", f"{row['seconds']:.1f}", f"{row['cpu_seconds']:.1f}",
+        )
+        for (_, loader), row in sorted(found.items(), key=lambda item: item[0][0])
+    ]  # fmt: skip
+    head = ("weights", "reader", "peak without files / weights", "with mapped files", "seconds", "of a core")
+    return table(head, lines, right=range(2, 6))
+
+
+def weights_added() -> str:
+    """What additions to a trained hybrid gain, from the rows there are."""
+    from experiments.added_memory.report import summary
+
+    path = ROOT / "experiments/added_memory/results/library.jsonl"
+    return summary(rows(path)) if path.exists() else "No rows yet.\n"
 
 
 def _kernels(model: ModelConfig) -> str:

@@ -8,6 +8,7 @@ import numpy as np
 from experiments import pages
 from experiments.added_memory.arms import ARMS, CONTROL, IMPORTED
 from experiments.added_memory.compare import bits, buckets, compared, recall, verdict
+from experiments.intervals import Comparison
 from experiments.rows import Row
 
 
@@ -52,6 +53,32 @@ def table(rows: list[Row], name: str) -> str:
             f"| {arm} | {control} | {told} | {found.effect:+.4f} | {intervals} | {found.seeds} | {verdict(found)} |"
         )
     return "\n".join(lines) + "\n"
+
+
+def summary(rows: list[Row]) -> str:
+    """The differences from training on with nothing added, one line for each arm; t intervals."""
+    found = [line for line in compared(rows) if line[1] == CONTROL]
+    if not found:
+        return "No rows of two arms yet.\n"
+    control = next(row["parameters"] for row in rows if row["arm"] == CONTROL)
+    told = list(dict.fromkeys(line[2] for line in found))
+    lines = [
+        "| added | new parameters | seeds | " + " | ".join(told) + " |",
+        "| --- |" + " ---: |" * (2 + len(told)),
+    ]
+    for arm in dict.fromkeys(line[0] for line in found):
+        mine = {line[2]: line[3] for line in found if line[0] == arm}
+        new = next(row["parameters"] for row in rows if row["arm"] == arm) - control
+        seeds = next(iter(mine.values())).seeds
+        lines.append(f"| {ARMS[arm].told} | {new:,} | {seeds} | {' | '.join(map(_short, mine.values()))} |")
+    return "\n".join(lines) + "\n"
+
+
+def _short(found: Comparison) -> str:
+    low, high = found.student
+    interval = f" ({low:+.3f} to {high:+.3f})" if found.seeds > 1 else ""
+    mark = "" if found.verdict == "undecided" else "**"
+    return f"{mark}{found.effect:+.3f}{mark}{interval}"
 
 
 def _by_arm(rows: list[Row]) -> dict[str, list[Row]]:

@@ -83,7 +83,7 @@ def pages(text: np.ndarray, count: int, length: int, facts: int, seed: int, *, a
       ValueError: a number is out of range, the text is shorter than a page, or the facts do not fit in a page.
     """
     check.integer("added_memory", "count", count)
-    _check_facts(len(text), length, facts)
+    _check_facts(len(text), 2 * length, length, facts)  # a piece for each of the two trainings
     rng = np.random.default_rng([seed, 0])
     pieces = np.arange(0, len(text) - length + 1, length)
     mine = pieces[(np.arange(len(pieces)) % _ADDED_PERIOD == 0) == added]
@@ -113,7 +113,7 @@ def needles(text: np.ndarray, count: int, length: int, facts: int, seed: int) ->
       Tokens uint8 [count, length], and int64 [count, facts, 2]: the place of each asked value, and how many bytes before it the
       value was stated.
     """
-    _check_facts(len(text), length, facts)
+    _check_facts(len(text), length, length, facts)
     rng = np.random.default_rng([seed, 1])
     left = length - 2 * SIZE * facts
     tokens, asked = [], []
@@ -147,9 +147,9 @@ def _joined(text: np.ndarray, places: np.ndarray, mentions: np.ndarray) -> np.nd
     return np.concatenate([pieces[0], *(part for pair in zip(mentions, pieces[1:], strict=True) for part in pair)])
 
 
-def _check_facts(available: int, length: int, facts: int) -> None:
+def _check_facts(available: int, needed: int, length: int, facts: int) -> None:
     check.require(1 <= facts <= len(NAMES), "facts", facts, f"1 to {len(NAMES)}")
     least = 2 * SIZE * facts + 1
     check.require(length >= least, "length", length, f"at least {least} for {facts} facts")
-    if available < 2 * length:
-        raise ValueError(f"added_memory: the text has {available:,} bytes, should have at least {2 * length:,}.")
+    if available < needed:
+        raise ValueError(f"added_memory: the text has {available:,} bytes, should have at least {needed:,}.")
