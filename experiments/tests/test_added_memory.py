@@ -68,6 +68,7 @@ def small(monkeypatch):
     monkeypatch.setattr(measure, "get_preset", lambda _: config)
 
 
+@pytest.mark.slow  # compiles three models; tests/interop/test_added.py has what they start as
 def test_rows_resume(tmp_path, small, capsys):
     (tmp_path / "book.txt").write_text("The whale, the white whale, a sail. " * 60)
     sizes = "--steps 1 --added-steps 1 --batch-size 1 --length 64 --times 2 --facts 2 --asked 8 --windows 1 --needles 2 --seeds 1"
@@ -76,7 +77,7 @@ def test_rows_resume(tmp_path, small, capsys):
     run.main([*options, "nothing", "grm"])
     rows = [json.loads(line) for line in (tmp_path / "book.jsonl").read_text().splitlines()]
     assert [row["arm"] for row in rows] == [IMPORTED, "nothing", "grm"]
-    assert [row["start_difference"] for row in rows] == pytest.approx([0, 0, 0], abs=1e-6)
+    assert [row["start_difference"] for row in rows] == pytest.approx([0, 0, 0], abs=1e-5)  # nats; the loss is 6
     assert rows[2]["parameters"] > rows[1]["parameters"] == rows[0]["parameters"]
     assert sum(rows[0]["asked"].values()) == 16
     assert rows[1]["by_position"] != rows[0]["by_position"]
