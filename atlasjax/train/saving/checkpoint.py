@@ -65,7 +65,9 @@ class Checkpoints:
       failures: the saves in a row that have failed.
     """
 
-    def __init__(self, directory: str | storage.AnyPath, keep: int = 3, *, clean: bool = True, at_a_time: int | None = None):
+    def __init__(
+        self, directory: str | storage.AnyPath, keep: int = 3, *, clean: bool = True, at_a_time: int | None = None
+    ):
         self.directory = storage.path(directory).absolute()
         self.failures = 0
         self._keep, self._clean, self._at_a_time = keep, clean, at_a_time
