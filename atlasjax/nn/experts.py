@@ -1,7 +1,7 @@
 """A mixture of experts as a feed-forward network: router, experts and a shared network, without dropped tokens.
 
 A token's rows, one for each expert that it chose, are sorted by expert, so that the products of all experts are one
-`jax.lax.ragged_dot`.
+`grouped_products.grouped_product`.
 """
 
 from collections.abc import Sequence
@@ -18,6 +18,7 @@ from atlasjax.memory.products import dense
 from atlasjax.mesh_axes import EXPERT_AXES
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.experts_config import ExpertsConfig
+from atlasjax.nn.grouped_products import grouped_product
 from atlasjax.nn.layers import Linear, ReLU2, SwiGLU
 from atlasjax.nn.module import Module
 from atlasjax.nn.parameters import normal, param
@@ -135,13 +136,13 @@ def apply_experts(
     masked = lambda rows: rows if is_mine is None else jnp.where(is_mine, rows, jnp.zeros((), rows.dtype))
     # Repeated before they are permuted, so that the derivative is a permutation and a sum, and no scatter with equal indices.
     taken = jnp.repeat(x, chosen, axis=0).at[order].get(unique_indices=True, mode="promise_in_bounds")
-    h = jax.lax.ragged_dot(masked(taken), wide.reshape(*wide.shape[:2], -1).astype(x.dtype), sizes)
+    h = grouped_product(masked(taken), wide.reshape(*wide.shape[:2], -1).astype(x.dtype), sizes)
     if wide.ndim == 4:
         gate, other = jnp.split(h, 2, axis=-1)
         h = jax.nn.silu(gate) * other
     else:
         h = jnp.square(jax.nn.relu(h))
-    y = masked(jax.lax.ragged_dot(h, out.astype(x.dtype), sizes))
+    y = masked(grouped_product(h, out.astype(x.dtype), sizes))
     y = y.at[place].get(unique_indices=True, mode="fill", fill_value=0).reshape(tokens, chosen, -1)
     return jnp.einsum("tjd,tj->td", y, weight, preferred_element_type=jnp.float32)
 
