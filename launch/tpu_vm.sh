@@ -52,7 +52,7 @@ wait_until_active() {
         ;;
       *)
         # No answer, STATE_UNSPECIFIED, or a state that is newer than this file.
-        ((++unknown < 10)) || fail "the state of $NAME is '${found:-not known}' for the tenth time; it should become ACTIVE."
+        ((++unknown < 10)) || fail "the state of $NAME is '${found:-not known}' for the tenth time; it must become ACTIVE."
         ;;
     esac
     ((SECONDS < end)) || fail "$NAME is ${found:-not known} after $WAIT_HOURS h (WAIT_HOURS). 'create' waits on, 'delete' takes the request back."

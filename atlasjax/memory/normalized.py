@@ -145,7 +145,7 @@ class NormalizedRule(FamilyRule[MemoryParams, MemoryState]):
         padded = lambda w: jnp.pad(self.eps * w, [(0, 0)] * (w.ndim - 2) + [(0, 1), (0, 0)])
         return params._replace(weights={name: padded(w) for name, w in params.weights.items()})
 
-    def _divided(self, y: Float[Array, "*tokens sums"]) -> Float[Array, "*tokens value_dim"]:
+    def _divided(self, y: Float[Array, "*tokens value_dim+1"]) -> Float[Array, "*tokens value_dim"]:
         wide = y.astype(wide_dtype(y.dtype))
         # Rounding can bring a sum of weights near zero below it.
         return (wide[..., :-1] / (jax.nn.relu(wide[..., -1:]) + self.eps)).astype(y.dtype)

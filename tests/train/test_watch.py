@@ -197,7 +197,9 @@ def stepped(mesh_shape, accumulation, options, model=TITANS):
 def test_observation_changes_no_bit_of_what_is_trained(monkeypatch, model):
     observed, norms = stepped((1, 1, 1), 1, AS_USERS, model)
     with_norms = step_lib._observed_sums
-    monkeypatch.setattr(step_lib, "_observed_sums", lambda *arguments: (*with_norms(*arguments)[:2], {}))
+    monkeypatch.setattr(
+        step_lib, "_observed_sums", lambda *arguments: (*(seen := with_norms(*arguments))[:2], {}, seen[3])
+    )
     unobserved, none = stepped((1, 1, 1), 1, AS_USERS, model)
     assert all(norms)
     assert none == [{}, {}]
