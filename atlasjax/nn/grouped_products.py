@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from atlasjax.memory.products import product
+from atlasjax.memory.products import product, wide_dtype
 
 _TILE = 128  # rows of a product: enough for a matrix unit, few enough that tiles of two groups are a small part
 
@@ -91,7 +91,7 @@ def _of_matrices(x: jax.Array, d: jax.Array, sizes: jax.Array) -> jax.Array:
     """Σ over the rows of each group of x_r d_rᵀ, float32 or wider."""
     tile = min(_TILE, x.shape[0])
     count, step = _steps(x.shape[0], sizes, tile)
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+    wide = wide_dtype(x.dtype, d.dtype)
 
     def body(i: jax.Array, total: jax.Array) -> jax.Array:
         group, begin, mine = step(i)

@@ -7,9 +7,8 @@ from jaxtyping import PyTree
 from atlasjax.nn import ModelConfig
 from atlasjax.nn.experts import Load, balance
 
-Loads = tuple[
-    Load | None, ...
-]  # of the layers of the pattern, [repetitions, …], as `LanguageModel.measure` returns them
+# Of the layers of the pattern, arrays [repetitions, …], as `LanguageModel.measure` returns them.
+Loads = tuple[Load | None, ...]
 
 
 def balance_loss(config: ModelConfig, loads: Loads) -> jax.Array | None:
