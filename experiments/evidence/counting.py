@@ -53,6 +53,7 @@ def runs(texts_dir: pathlib.Path) -> dict[tuple[str, str], tuple[Any, int | None
     from experiments.language.measure import Recipe as Language
     from experiments.stability.train import TEXTS, Case, config_of
     from experiments.studies.measure import Recipe as Studies
+    from experiments.zoo.corpora import CORPORA
     from experiments.zoo.training import Recipe, train_config
 
     model = get_preset("titans-tiny")
@@ -60,6 +61,9 @@ def runs(texts_dir: pathlib.Path) -> dict[tuple[str, str], tuple[Any, int | None
     for text in ("embedded", "tinyshakespeare"):
         path = None if TEXTS[text] is None else str(texts_dir / str(TEXTS[text]))
         zoo = Recipe(text=path)
+        found["zoo", text] = train_config(model, zoo).data, zoo.eval_batches
+    for text in CORPORA:
+        zoo = Recipe(text=text)
         found["zoo", text] = train_config(model, zoo).data, zoo.eval_batches
     found["ablation", "embedded"] = found["zoo", "embedded"]
     for text in TEXTS:
