@@ -81,7 +81,11 @@ def evaluate(
     sums = []
     for batch in itertools.islice(batches, max_batches):
         check.plain_array("evaluate", "batch", batch)  # `put` ignores a mask
-        sums.append(eval_step(params, put(batch)))  # not read yet, so that the devices do not wait for the host
+        placed = put(batch)  # while the devices compute the batch before
+        # One program at a time: XLA's CPU devices share a few threads, and many programs that reduce over devices, waiting in
+        # line without depending on each other, stop for ever.
+        jax.block_until_ready(sums[-1:])
+        sums.append(eval_step(params, placed))
     nats, tokens, num_bytes = (sum(float(part[i]) for part in sums) for i in range(3))
     if not tokens or not num_bytes:
         raise ValueError("the held-out text has no token to predict: give it more text, or a shorter sequence_length.")

@@ -56,6 +56,28 @@ def test_batches():
     assert evaluate(step, params, batches, max_batches=1).tokens == counted[:3].sum()
 
 
+def test_one_program_at_a_time(monkeypatch):
+    """Hundreds of batches in flight stopped XLA's CPU devices for ever: `atlasjax train` on a book, two devices, two cores."""
+    events = []
+    monkeypatch.setattr(jax, "block_until_ready", lambda sums: events.append(("done", *(int(s[0]) for s in sums))))
+
+    def step(params, batch):
+        events.append(("started", batch["number"]))
+        return batch["number"], 1.0, 1.0
+
+    def put(batch):
+        events.append(("placed", batch["number"]))
+        return batch
+
+    result = evaluate(step, None, [{"number": float(n)} for n in (1, 2, 3)], put=put)
+    assert result.nats == 6
+    assert events == [
+        ("placed", 1), ("done",), ("started", 1),
+        ("placed", 2), ("done", 1), ("started", 2),
+        ("placed", 3), ("done", 2), ("started", 3),
+    ]  # fmt: skip
+
+
 def test_nothing_to_predict():
     with pytest.raises(ValueError, match="no token to predict"):
         evaluate(lambda params, batch: (0.0, 0, 0), {}, [])
