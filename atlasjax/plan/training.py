@@ -77,11 +77,11 @@ def device_hours(config: TrainConfig, topology: str, utilization: float = UTILIZ
 
 
 def suggested_mesh(config: TrainConfig, topology: str) -> MeshConfig:
-    """A mesh for a topology: equally many sequences of a microbatch on each data × fsdp device, and as few devices as that takes
-    on `tensor`.
+    """A mesh for a topology: equally many sequences of a microbatch on each data × fsdp × expert device, and as few devices as
+    that takes on `tensor`. Experts, if the model has some, are split over as many of the fsdp devices as divide their number.
 
     Args:
-      config: the run. Its microbatch and number of heads determine the mesh.
+      config: the run. Its microbatch and its numbers of heads and experts determine the mesh.
       topology: e.g. "v5e:16x16".
 
     Raises:
@@ -103,7 +103,8 @@ def suggested_mesh(config: TrainConfig, topology: str) -> MeshConfig:
     fsdp = 1
     while fsdp < 16 and (devices // tensor) % (2 * fsdp * groups) == 0:  # `data` crosses the slices or hosts
         fsdp *= 2
-    return MeshConfig(data=-1, fsdp=fsdp, tensor=tensor)
+    expert = math.gcd(config.model.experts.number, fsdp) if config.model.num_expert_layers else 1
+    return MeshConfig(data=-1, fsdp=fsdp // expert, tensor=tensor, expert=expert)
 
 
 def compile_training(config: TrainConfig, topology: str) -> Plan:

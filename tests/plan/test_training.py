@@ -31,6 +31,17 @@ def test_the_suggested_mesh_fits_batch_and_devices():
     assert suggested_mesh(one, "2x v5e:2x2") == MeshConfig(-1, 4, 1)  # data 2, one for each slice
 
 
+def test_the_suggested_mesh_splits_experts():
+    config = default_config("qwen3-next-340m")
+    assert config.model.experts.number == 8
+    assert suggested_mesh(config, TOPOLOGY) == MeshConfig(-1, 2, 4, expert=8)
+    six = dataclasses.replace(config.model.experts, number=6)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, experts=six))
+    mesh = suggested_mesh(config, TOPOLOGY)
+    assert mesh == MeshConfig(-1, 8, 4, expert=2)
+    check_divisible(config, mesh.resolve(Topology.parse(TOPOLOGY).num_devices))
+
+
 def test_the_suggested_mesh_of_gpus():
     config = default_config("atlas-340m")
     assert suggested_mesh(config, "h100:8") == MeshConfig(-1, 8, 1)
