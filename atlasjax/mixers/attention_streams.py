@@ -64,14 +64,10 @@ def extended(
 ) -> tuple[Float[Array, "batch time heads value_dim"], C]:
     """`attention.extend` with any cache, and without checks."""
     cache = jax.tree.map(jnp.asarray, cache)  # a restored one may be of NumPy arrays
-    place = () if layer is None else (layer,)
-    position = cache.position[place][:, None] + jnp.arange(q.shape[1])[None]
-    split = partition is not None and any(partition.mesh.shape[axis] > 1 for axis in partition.heads)
+    position = cache.position[_place(layer)][:, None] + jnp.arange(q.shape[1])[None]
     # Keys are stored rotated, each by its own position, so that old ones need not be rotated at every token.
-    keys = together(rotate(k, position, rope_theta, rope_dim).astype(cache.keys.dtype))
-    rotated = rotate(q, position, rope_theta, rope_dim)
-    next_position = cache.position.at[place].add(q.shape[1])
-    piece = _Piece(q, rotated, keys, together(v), position, next_position, k.shape[2], persistent, split)
+    rotate_all = lambda x: rotate(x, position, rope_theta, rope_dim)
+    piece = _piece(q, rotate_all(q), rotate_all(k), v, cache, position, persistent, partition, layer)
     # On several devices the rows are divided. XLA's CPU backend computes 16-bit floats in 32 bits, whole caches at a time.
     alone = partition is None or partition.mesh.size == 1
     if cache.window is not None and q.shape[1] > 1:
@@ -84,10 +80,51 @@ def extended(
         )
     else:
         y, new = _write_then_read(piece, cache, layer)
-    if cache.window is None:
-        # Such a token was not stored, so its output would be that of another text.
-        y = jnp.where((position < cache.keys.shape[-2])[:, :, None, None], y, jnp.nan)
-    return y, new
+    return _within(y, piece, cache), new
+
+
+def read_stored(
+    q: Float[Array, "batch time heads key_dim"],
+    k: Float[Array, "batch time kv_heads stored_key_dim"],
+    v: Float[Array, "batch time kv_heads stored_value_dim"],
+    cache: C,
+    expand: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
+    *,
+    partition: Partition | None = None,
+    layer: Int[Array, ""] | int | None = None,
+) -> tuple[Float[Array, "batch time heads value_dim"], C]:
+    """`extended` without a window for keys that are stored in another form than they are read in. q and k are rotated.
+
+    expand: the stored keys [batch, size, kv_heads · stored_key_dim] → keys and values [batch, size, heads, dim] that q reads.
+    """
+    position = cache.position[_place(layer)][:, None] + jnp.arange(q.shape[1])[None]
+    piece = _piece(q, q, k, v, cache, position, None, partition, layer)
+    new = _stored(piece, cache, layer)
+    rows = new.keys[_place(layer)]
+    held = jnp.broadcast_to(jnp.arange(rows.shape[1]), rows.shape[:2])
+    y = in_blocks(q, q, *expand(rows), position, held, None, None, None, None, piece.split)
+    return _within(y, piece, cache), new
+
+
+def _place(layer: Any) -> tuple[Any, ...]:
+    """The index of a layer in the cache of all."""
+    return () if layer is None else (layer,)
+
+
+def _within(y: jax.Array, piece: "_Piece", cache: Cache) -> jax.Array:
+    """y, NaN for tokens beyond a full cache: such a token was not stored, so its output would be that of another text."""
+    if cache.window is not None:
+        return y
+    return jnp.where((piece.position < cache.keys.shape[-2])[:, :, None, None], y, jnp.nan)
+
+
+def _piece(
+    q: jax.Array, rotated: jax.Array, k: jax.Array, v: jax.Array, cache: Cache, position: jax.Array,
+    persistent: Persistent | None, partition: Partition | None, layer: Any,
+) -> "_Piece":  # fmt: skip
+    split = partition is not None and any(partition.mesh.shape[axis] > 1 for axis in partition.heads)
+    keys, after_them = together(k.astype(cache.keys.dtype)), cache.position.at[_place(layer)].add(q.shape[1])
+    return _Piece(q, rotated, keys, together(v), position, after_them, k.shape[2], persistent, split)
 
 
 class _Piece(NamedTuple):
@@ -130,7 +167,7 @@ def _extend_window(piece: _Piece, cache: C, layer: Any) -> tuple[jax.Array, C]:
     size, time = cache.keys.shape[-2], piece.position.shape[1]
     # A window is a ring: place p has the newest token with position ≡ p modulo its size.
     before = piece.position[:, :1] - size + jnp.arange(size)[None]
-    rows, place = jnp.arange(len(before))[:, None], () if layer is None else (layer,)
+    rows, place = jnp.arange(len(before))[:, None], _place(layer)
     join = lambda x, new: jnp.concatenate([x[place][rows, before % size], new], axis=1)
     keys, values = join(cache.keys, piece.k), join(cache.values, piece.v)
     y = piece.read(keys, values, jnp.concatenate([before, piece.position], 1), size)
@@ -142,7 +179,7 @@ def _extend_window(piece: _Piece, cache: C, layer: Any) -> tuple[jax.Array, C]:
 def _write_then_read(piece: _Piece, cache: C, layer: Any) -> tuple[jax.Array, C]:
     """The tokens are written, and read all that the cache then holds."""
     new = _stored(piece, cache, layer)
-    size, place = cache.keys.shape[-2], () if layer is None else (layer,)
+    size, place = cache.keys.shape[-2], _place(layer)
     # A full cache has token p at place p.
     held = _newest(piece.position, size) if cache.window else jnp.broadcast_to(jnp.arange(size), (len(piece.q), size))
     return piece.read(new.keys[place], new.values[place], held, None), new

@@ -5,10 +5,13 @@
 c_s is the latent of a token, from which all heads get their keys and values, and κ_s a key that they share. The last r channels of
 a query read κ. Those, and κ, are rotated by position; without rotation (NoPE), as in Kimi-Linear, κ is one more part of the keys.
 
-Whole sequences expand the keys and values. A stream keeps c and κ alone, c + r numbers for a token, and reads them as one head of
-keys and values which all heads of queries share, with U_k in the query and U_v after the read (the absorbed form):
+Whole sequences expand the keys and values. A stream keeps c and κ alone, c + r numbers for a token. A few tokens read them as one
+head of keys and values which all heads of queries share, with U_k in the query and U_v after the read (the absorbed form):
 
     q · U_k c = (U_kᵀ q) · c,  Σ_s w_s U_v c_s = U_v Σ_s w_s c_s
+
+Many tokens expand the keys and values of the whole cache instead: their heads are narrower than the latent, and the expansion costs
+as much as it saves for `c (n + value_dim) / (2 c − n − value_dim)` tokens, 171 with the sizes of DeepSeek-V2.
 """
 
 from typing import NamedTuple
@@ -22,7 +25,7 @@ from atlasjax.memory import Partition
 from atlasjax.memory.check import check_ids, check_sizes, whole_layer
 from atlasjax.memory.products import dense
 from atlasjax.mixers import attention as softmax
-from atlasjax.mixers.attention_streams import Write, extended
+from atlasjax.mixers.attention_streams import Write, extended, read_stored
 from atlasjax.mixers.rotary import check_rotary, rotate
 from atlasjax.mixers.shapes import check_dtype, check_shapes
 
@@ -98,19 +101,16 @@ def latent_attention(
     """
     where = "latent_attention"
     sizes = _check(where, q, latent, key, up, rope_theta, partition)
-    batch, time, heads = q.shape[:3]
+    batch, time = q.shape[:2]
     own = sizes["own"]
     position = jnp.broadcast_to(jnp.arange(time), (batch, time))
     if segment_ids is not None:
         check_ids(segment_ids, (batch, time), where)
         position, _ = softmax.segment_positions(segment_ids)
-    shared = jnp.broadcast_to(rotate(key[:, :, None], position, rope_theta), (batch, time, heads, key.shape[-1]))
-    expanded = dense(latent, up, latent.dtype)
-    k = jnp.concatenate([expanded[..., :own], shared.astype(latent.dtype)], axis=-1)
+    k, v = _expanded(latent, rotate(key[:, :, None], position, rope_theta), up, own)
     return softmax.attention(
-        _rotated(q, own, position, rope_theta), k, expanded[..., own:], rope_theta=None, segment_ids=segment_ids,
-        partition=partition,
-    )  # fmt: skip
+        _rotated(q, own, position, rope_theta), k, v, rope_theta=None, segment_ids=segment_ids, partition=partition
+    )
 
 
 def init_cache(
@@ -163,19 +163,32 @@ def extend(
     check_shapes(where, axes, integers=("cache.position",), known=known, cache=cache)
     if layer is not None:
         whole_layer(layer, cache, where)
-    own, before = sizes["own"], jnp.asarray(cache.position)
-    position = (before if layer is None else before[layer])[:, None] + jnp.arange(q.shape[1])[None]
+    own, latent_dim = sizes["own"], sizes["latent_dim"]
+    cache = jax.tree.map(jnp.asarray, cache)  # a restored one may be of NumPy arrays
+    before = cache.position if layer is None else cache.position[layer]
+    position = before[:, None] + jnp.arange(q.shape[1])[None]
     q = _rotated(q, own, position, rope_theta)
-    absorbed = _per_head("bthn,chn->bthc", q[..., :own], up[..., :own])
-    # The read divides the scores by the square root of its own width.
-    wide = jnp.concatenate([absorbed, q[..., own:].astype(jnp.float32)], axis=-1) * (width / q.shape[-1]) ** 0.5
     stored = jnp.concatenate(
         [latent[:, :, None], rotate(key[:, :, None], position, rope_theta).astype(latent.dtype)], -1
     )
+    narrow = sizes["columns"]  # of a head's keys and values, beside r
+    if q.shape[1] * (2 * latent_dim - narrow) > latent_dim * narrow:
+        expand = lambda rows: _expanded(rows[..., :latent_dim], rows[:, :, None, latent_dim:], up, own)
+        return read_stored(q, stored, stored, cache, expand, partition=partition, layer=layer)
+    absorbed = _per_head("bthn,chn->bthc", q[..., :own], up[..., :own])
+    # The read divides the scores by the square root of its own width.
+    wide = jnp.concatenate([absorbed, q[..., own:].astype(jnp.float32)], axis=-1) * (width / q.shape[-1]) ** 0.5
     y, cache = extended(
         wide.astype(q.dtype), stored, stored, cache, rope_theta=None, rope_dim=None, partition=partition, layer=layer
     )
-    return _per_head("bthc,chv->bthv", y[..., : latent.shape[-1]], up[..., own:]).astype(latent.dtype), cache
+    return _per_head("bthc,chv->bthv", y[..., :latent_dim], up[..., own:]).astype(latent.dtype), cache
+
+
+def _expanded(latent: jax.Array, shared: jax.Array, up: jax.Array, own: int) -> tuple[jax.Array, jax.Array]:
+    """The keys and values of each head, from latents [batch, size, c] and rotated shared keys [batch, size, 1, r]."""
+    both = dense(latent, up, latent.dtype)
+    shared = jnp.broadcast_to(shared, (*both.shape[:3], shared.shape[-1])).astype(latent.dtype)
+    return jnp.concatenate([both[..., :own], shared], axis=-1), both[..., own:]
 
 
 def _rotated(q: jax.Array, own: int, position: jax.Array, theta: float | None) -> jax.Array:

@@ -16,7 +16,8 @@ from atlasjax.nn import MLAConfig, ModelConfig, logical_axes
 from atlasjax.nn.latent_attention import LatentAttentionMixer
 from tests.marks import if_slow
 
-BATCH, HEADS, LATENT, SHARED, OWN, VALUE, THETA = 2, 3, 8, 4, 5, 6, 100.0
+# From nine tokens on a stream expands the keys and values.
+BATCH, HEADS, LATENT, SHARED, OWN, VALUE, THETA = 2, 3, 16, 4, 5, 6, 100.0
 IDS = np.repeat([[5, 0, 5, 2], [1, 2, 3, 4]], [6, 1, 3, 3], axis=1)  # an id may return: still another segment
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
@@ -183,7 +184,7 @@ def test_tokens_divided_over_devices():
         ({"key": np.zeros((BATCH, 5, 3), np.float32)}, "shared_dim is 3, must be even for rotary positions"),
         ({"key": np.zeros((BATCH, 6, SHARED), np.float32)}, r"key has shape \(2, 6, 4\), must be .*time=5"),
         ({"up": np.zeros((LATENT, HEADS, OWN), np.float32)}, "q has 9 channels and key 4; up should have .* it has 5"),
-        ({"latent": np.zeros((BATCH, 5, 7), np.float32)}, r"up has shape \(8, 3, 11\), must be .*latent_dim=7"),
+        ({"latent": np.zeros((BATCH, 5, 7), np.float32)}, r"up has shape \(16, 3, 11\), must be .*latent_dim=7"),
     ],
 )
 def test_bad_input_is_named(changes, words):
@@ -195,7 +196,7 @@ def test_a_wrong_cache_is_named():
     x = arrays(5)
     with pytest.raises(TypeError, match=r"latent_attention\.extend: cache must be a LatentCache, got NoneType"):
         L.extend(**x, cache=None)
-    with pytest.raises(ValueError, match=r"cache.latents has shape \(2, 5, 11\), must be .*latent_dim\+shared_dim=12"):
+    with pytest.raises(ValueError, match=r"cache.latents has shape \(2, 5, 11\), must be .*latent_dim\+shared_dim=20"):
         L.extend(**x, cache=L.init_cache(BATCH, 5, 7, SHARED, jnp.float32))
 
 
