@@ -1,8 +1,8 @@
 """Thin Flax NNX modules around the pure functions of `atlasjax.memory`, and the language model."""
 
-import importlib
 from typing import TYPE_CHECKING
 
+from atlasjax.names import lazily
 from atlasjax.nn import config
 from atlasjax.nn.config import *  # noqa: F403
 
@@ -19,42 +19,6 @@ if TYPE_CHECKING:
     from atlasjax.nn.mixers import MIXERS, Mixer, check_divided
     from atlasjax.nn.model import LanguageModel, PositionedCache
     from atlasjax.nn.parameters import AXES, param
-
-# Loaded on first use, because Flax takes as long to import as jax. Configs do not need it.
-_HOME = {
-    "abstract_model": "abstract",
-    "count_parameters": "abstract",
-    "logical_axes": "abstract",
-    "state_bytes": "abstract",
-    "AttentionHeads": "attention",
-    "AttentionMixer": "attention",
-    "SlidingWindowMixer": "attention",
-    "BlockMixer": "elastic",
-    "ElasticMixer": "elastic",
-    "GAMMixer": "gam",
-    "GateProjection": "gates",
-    "MACMixer": "hybrids",
-    "MAGMixer": "hybrids",
-    "MALMixer": "hybrids",
-    "LaCTMixer": "lact",
-    "GELU": "layers",
-    "CausalConv": "layers",
-    "ChannelMixing": "layers",
-    "LayerNorm": "layers",
-    "Linear": "layers",
-    "RMSNorm": "layers",
-    "SwiGLU": "layers",
-    "MemoryHeads": "memory_mixer",
-    "MemoryMixer": "memory_mixer",
-    "MemoryMixerState": "memory_mixer",
-    "MIXERS": "mixers",
-    "Mixer": "mixers",
-    "check_divided": "mixers",
-    "LanguageModel": "model",
-    "PositionedCache": "model",
-    "AXES": "parameters",
-    "param": "parameters",
-}
 
 __all__ = [
     "AXES",
@@ -92,8 +56,21 @@ __all__ = [
 ]
 __all__ += config.__all__
 
-
-def __getattr__(name: str) -> object:
-    if name in _HOME:
-        return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+# Loaded on first use, because Flax takes as long to import as jax. Configs do not need it.
+__getattr__ = lazily(
+    __name__,
+    {
+        "abstract": "abstract_model count_parameters logical_axes state_bytes",
+        "attention": "AttentionHeads AttentionMixer SlidingWindowMixer",
+        "elastic": "BlockMixer ElasticMixer",
+        "gam": "GAMMixer",
+        "gates": "GateProjection",
+        "hybrids": "MACMixer MAGMixer MALMixer",
+        "lact": "LaCTMixer",
+        "layers": "GELU CausalConv ChannelMixing LayerNorm Linear RMSNorm SwiGLU",
+        "memory_mixer": "MemoryHeads MemoryMixer MemoryMixerState",
+        "mixers": "MIXERS Mixer check_divided",
+        "model": "LanguageModel PositionedCache",
+        "parameters": "AXES param",
+    },
+)

@@ -13,7 +13,7 @@ from atlasjax.mixers.rotary import rotate
 from atlasjax.nn.attention_config import AttentionSizes
 from atlasjax.nn.config import AttentionConfig, ModelConfig
 from atlasjax.nn.layers import CausalConv, Linear, RMSNorm, scaled
-from atlasjax.nn.module import Module
+from atlasjax.nn.module import LayerwiseModule, Module
 from atlasjax.nn.parameters import normal, param
 from atlasjax.nn.partition import mesh_partition
 
@@ -197,7 +197,7 @@ def _gated(y: jax.Array, z: jax.Array | None) -> jax.Array:
     return y if z is None else y * jax.nn.sigmoid(z)
 
 
-class AttentionMixer(Module):
+class AttentionMixer(LayerwiseModule):
     """Causal softmax attention over all tokens: by default that of Transformer++ (Touvron et al. 2023), with RoPE and no biases.
 
         out = attention(x) W_out (+ b)        `AttentionHeads`
@@ -232,10 +232,6 @@ class AttentionMixer(Module):
     ) -> attention.KVCache | attention.WindowCache | ConvolvedCache:
         """An empty cache. See `AttentionHeads.init_state`."""
         return self.attention.init_state(batch_size, max_length)
-
-    def extend(self, x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
-        """The output for the next piece of a sequence (time ≥ 1) and the next state. Outputs beyond max_length are NaN."""
-        return self.extend_layer(x, state, None)
 
     def extend_layer(self, x: jax.Array, states: Any, layer: jax.Array | None) -> tuple[jax.Array, Any]:
         """`extend` in the cache of all layers. See `mixers.LayerwiseMixer`."""

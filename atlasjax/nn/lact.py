@@ -15,7 +15,7 @@ from atlasjax.nn.attention import AttentionHeads, output_projection, require_sha
 from atlasjax.nn.cache_check import check_state
 from atlasjax.nn.config import LaCTConfig, ModelConfig
 from atlasjax.nn.layers import RMSNorm, l2_normalize
-from atlasjax.nn.module import Module
+from atlasjax.nn.module import LayerwiseModule, Module
 from atlasjax.nn.parameters import normal, param
 from atlasjax.nn.partition import time_partition
 
@@ -130,7 +130,7 @@ class FastWeights(Module):
         return (self.norm(y) * scale.astype(y.dtype)).reshape(like.shape)
 
 
-class LaCTMixer(Module):
+class LaCTMixer(LayerwiseModule):
     """LaCT (Test-Time Training Done Right, arXiv 2505.23884): attention over a window and a memory of what lies before it.
 
         q, k, v = x W_qkv,  q, k = RMSNorm(q), RMSNorm(k)        over all heads together
@@ -184,10 +184,6 @@ class LaCTMixer(Module):
         """The state before the first token. `max_length` has no effect."""
         fresh = memory.init_state(self.memory.rule, self.memory.start(), batch_size=batch_size)
         return LaCTState(fresh, self.attention.init_cache(batch_size))
-
-    def extend(self, x: jax.Array, state: LaCTState) -> tuple[jax.Array, LaCTState]:
-        """The output for the next piece of a sequence (time ≥ 1) and the next state."""
-        return self.extend_layer(x, state, None)
 
     def extend_layer(self, x: jax.Array, states: LaCTState, layer: jax.Array | None) -> tuple[jax.Array, LaCTState]:
         """`extend` in the states of all layers. See `mixers.LayerwiseMixer`."""

@@ -11,11 +11,11 @@ from atlasjax.mixers.latent_attention import LatentCache
 from atlasjax.nn.attention import output_projection
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.layers import Linear, RMSNorm
-from atlasjax.nn.module import Module
+from atlasjax.nn.module import LayerwiseModule
 from atlasjax.nn.partition import mesh_partition
 
 
-class LatentAttentionMixer(Module):
+class LatentAttentionMixer(LayerwiseModule):
     """Causal multi-head latent attention (DeepSeek-V2, arXiv 2405.04434; transformers: DeepseekV3Attention, KimiLinearAttention).
 
         q = x W_q, or RMSNorm(x W_qa) W_qb,  c, κ = x W_kv,  c = RMSNorm(c)
@@ -79,10 +79,6 @@ class LatentAttentionMixer(Module):
                 "mixer 'mla' keeps the latents of every token: max_length is None, must be the maximum number of tokens."
             )
         return latent_attention.init_cache(batch_size, max_length, self.latent_dim, self.shared_dim, self.dtype)
-
-    def extend(self, x: jax.Array, state: LatentCache) -> tuple[jax.Array, LatentCache]:
-        """The output for the next piece of a sequence (time ≥ 1) and the next state. Outputs beyond max_length are NaN."""
-        return self.extend_layer(x, state, None)
 
     def extend_layer(self, x: jax.Array, states: LatentCache, layer: jax.Array | None) -> tuple[jax.Array, LatentCache]:
         """`extend` in the cache of all layers. See `mixers.LayerwiseMixer`."""

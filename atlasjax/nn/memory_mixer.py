@@ -15,7 +15,7 @@ from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.execution import Execution, MemoryCall, execution
 from atlasjax.nn.gates import GateProjection
 from atlasjax.nn.layers import CausalConv, Linear, RMSNorm, l2_normalize
-from atlasjax.nn.module import Module
+from atlasjax.nn.module import LayerwiseModule, Module, ObservedModule
 from atlasjax.nn.parameters import param, values
 
 
@@ -178,7 +178,7 @@ class MemoryHeads(Module):
         )
 
 
-class MemoryMixer(MemoryHeads):
+class MemoryMixer(MemoryHeads, ObservedModule, LayerwiseModule):
     """Tokens write to and read from one memory per head.
 
         out = (RMSNorm(y) ⊙ SiLU(x W_gate)) W_out        y of `MemoryHeads`; one norm per head
@@ -197,22 +197,13 @@ class MemoryMixer(MemoryHeads):
         self.norm = RMSNorm((config.num_heads, config.value_dim), ("heads", None), config.norm_eps)
         self.out = output_projection(config, rngs)
 
-    def __call__(
-        self, x: jax.Array, segment_ids: jax.Array | None = None, max_segments: int | None = None
-    ) -> jax.Array:
-        """Whole sequences from a fresh memory: [batch, time, dim] → [batch, time, dim]. See `MemoryHeads.scan`."""
-        return self.observe(x, segment_ids, max_segments)[0]
-
     def observe(
         self, x: jax.Array, segment_ids: jax.Array | None = None, max_segments: int | None = None
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Like `__call__`, and also returns `Rule.weight_norm` [batch, heads] after the last token."""
+        """[batch, time, dim] → [batch, time, dim], and `Rule.weight_norm` [batch, heads] after the last token. Arguments as for
+        `MemoryHeads.scan`."""
         y, gate, norm = self.scan(x, segment_ids, max_segments)
         return self._output(y, gate), norm
-
-    def extend(self, x: jax.Array, state: MemoryMixerState) -> tuple[jax.Array, MemoryMixerState]:
-        """The output for the next piece of a sequence (time ≥ 1) and the next state."""
-        return self.extend_layer(x, state, None)
 
     def extend_layer(
         self, x: jax.Array, states: MemoryMixerState, layer: jax.Array | None

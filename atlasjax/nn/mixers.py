@@ -20,7 +20,7 @@ from atlasjax.memory.partition import check_divided as check_divided_rule
 from atlasjax.names import call_with, resolve
 from atlasjax.nn.config import MIXER_NAMES, ModelConfig
 from atlasjax.nn.execution import MemoryCall
-from atlasjax.nn.module import Module
+from atlasjax.nn.module import ObservedModule
 from atlasjax.nn.partition import NOT_DIVIDED
 
 
@@ -255,7 +255,7 @@ def make_mixer(name: str, config: ModelConfig, *, rngs: nnx.Rngs) -> Mixer:
     return cast(Mixer, mixer)
 
 
-class ParallelMixers(Module):
+class ParallelMixers(ObservedModule):
     """Mixers that read the same input and whose outputs are added, as Mamba-2 and attention in Falcon-H1: the name of such a layer
     is theirs, joined by "+".
 
@@ -275,15 +275,6 @@ class ParallelMixers(Module):
         self.size = len(names)
         for i, name in enumerate(names):
             setattr(self, f"mixer_{i}", make_mixer(name, config, rngs=rngs))
-
-    def __call__(
-        self,
-        x: Float[Array, "batch time dim"],
-        segment_ids: Int[Array, "batch time"] | None = None,
-        max_segments: int | None = None,
-    ) -> Float[Array, "batch time dim"]:
-        """Whole sequences: [batch, time, dim] → [batch, time, dim]."""
-        return self.observe(x, segment_ids, max_segments)[0]
 
     def observe(
         self,

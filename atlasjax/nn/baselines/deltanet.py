@@ -27,9 +27,6 @@ class DeltaNetMixer(HeadsMixer):
         self.inputs = HeadProjections(config.dim, self.num_heads, sizes, config.conv_width, rngs=rngs)
         self.write = Linear((config.dim, self.num_heads), ("embed", "heads"), rngs=rngs)
 
-    def start_inputs(self, batch_size, dtype):
-        return self.inputs.start(batch_size, dtype)
-
     def project(self, x, inputs, segment_ids):
         (q, k, v), inputs = self.inputs(x, inputs, segment_ids)
         q, k = l2_normalize(q).astype(x.dtype), l2_normalize(k).astype(x.dtype)

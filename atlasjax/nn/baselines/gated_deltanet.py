@@ -5,24 +5,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from atlasjax import memory, rules
-from atlasjax.nn.baselines.recurrent import HeadProjections, HeadsMixer, Tokens, float32_product
+from atlasjax.nn.baselines.recurrent import HeadProjections, HeadsMixer, Tokens, float32_product, value_groups
 from atlasjax.nn.baselines.step_sizes import decay, log_rates, step_bias
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.layers import Linear, l2_normalize
 from atlasjax.nn.parameters import param
-
-
-def value_groups(config: ModelConfig) -> int:
-    """Heads of values for each head of keys.
-
-    Raises:
-      ValueError: num_heads does not divide the number of heads of values.
-    """
-    if config.value_heads % config.num_heads:
-        raise ValueError(
-            f"GatedDeltaNetConfig: value_heads={config.value_heads} must be a multiple of num_heads={config.num_heads}."
-        )
-    return config.value_heads // config.num_heads
 
 
 class GatedDeltaNetMixer(HeadsMixer):
@@ -47,19 +34,16 @@ class GatedDeltaNetMixer(HeadsMixer):
     """
 
     def __init__(self, config: ModelConfig, rule: memory.MemoryRule | None = None, *, rngs: nnx.Rngs):
-        key_heads, self.groups = config.num_heads, value_groups(config)
+        self.groups = value_groups("GatedDeltaNetConfig", config.value_heads, config.num_heads)
         rule = rules.gated_delta_rule() if rule is None else rule
         super().__init__(config, rule, num_heads=config.value_heads, rngs=rngs)
         self.largest_step = 2.0 if config.gated_deltanet.negative_eigenvalues else 1.0
         values = self.groups * self.value_dim  # of one head of keys
         sizes = (self.key_dim, self.key_dim, values, values)
-        self.inputs = HeadProjections(config.dim, key_heads, sizes, config.conv_width, rngs=rngs)
+        self.inputs = HeadProjections(config.dim, config.num_heads, sizes, config.conv_width, rngs=rngs)
         self.gates = Linear((config.dim, 2, self.num_heads), ("embed", None, "heads"), rngs=rngs)  # β, decay
         self.A_log = param(log_rates(rngs, self.num_heads, 1e-3, 16.0), "heads")  # log 0 could not be learned
         self.dt_bias = param(step_bias(rngs, self.num_heads), "heads")
-
-    def start_inputs(self, batch_size, dtype):
-        return self.inputs.start(batch_size, dtype)
 
     def project(self, x, inputs, segment_ids):
         q, k, v, z, inputs = self.of_heads(x, inputs, segment_ids)

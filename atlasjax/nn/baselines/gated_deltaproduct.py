@@ -7,7 +7,14 @@ from flax import nnx
 
 from atlasjax import memory, rules
 from atlasjax.mixers.delta_product import interleaved, last_reads
-from atlasjax.nn.baselines.recurrent import HeadProjections, HeadsMixer, Tokens, float32_product, run_memory
+from atlasjax.nn.baselines.recurrent import (
+    HeadProjections,
+    HeadsMixer,
+    Tokens,
+    float32_product,
+    run_memory,
+    value_groups,
+)
 from atlasjax.nn.baselines.step_sizes import decay, log_rates, step_bias
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.layers import Linear, l2_normalize
@@ -39,13 +46,10 @@ class GatedDeltaProductMixer(HeadsMixer):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         given = config.gated_deltaproduct
         key_heads, value_heads = config.num_heads, given.value_heads or config.num_heads
-        if value_heads % key_heads:
-            raise ValueError(
-                f"DeltaProductConfig: value_heads={value_heads} must be a multiple of num_heads={key_heads}."
-            )
+        self.groups = value_groups("DeltaProductConfig", value_heads, key_heads)
         rule = rules.gated_delta_rule() if given.forget_gate else rules.delta_rule()
         super().__init__(config, rule, num_heads=value_heads, rngs=rngs)
-        self.writes, self.groups = given.writes, value_heads // key_heads
+        self.writes = given.writes
         self.largest_step = 2.0 if given.negative_eigenvalues else 1.0
         values = self.groups * self.value_dim  # of one head of keys
         sizes = (self.key_dim, self.writes * self.key_dim, self.writes * values, values)
@@ -55,9 +59,6 @@ class GatedDeltaProductMixer(HeadsMixer):
         rates = lambda: param(log_rates(rngs, value_heads, 1e-3, 16.0), "heads")  # log 0 could not be learned
         self.A_log = rates() if given.forget_gate else None
         self.dt_bias = param(step_bias(rngs, value_heads), "heads") if given.forget_gate else None
-
-    def start_inputs(self, batch_size, dtype):
-        return self.inputs.start(batch_size, dtype)
 
     def project(self, x, inputs, segment_ids):
         """Tokens whose k, v and β have an axis of writes after that of time."""

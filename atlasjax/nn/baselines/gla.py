@@ -37,9 +37,6 @@ class GLAMixer(HeadsMixer):
         self.decay_out = Linear((_RANK, self.num_heads, self.key_dim), ("rank", "heads", None), rngs=rngs)
         self.decay_bias = param(jnp.zeros((self.num_heads, self.key_dim), jnp.float32), "heads", None)
 
-    def start_inputs(self, batch_size, dtype):
-        return None
-
     def project(self, x, inputs, segment_ids):
         (q, k, v, z), _ = self.inputs(x, None, None)
         logits = float32_product(float32_product(x, self.decay_in), self.decay_out) + self.decay_bias[None, None]

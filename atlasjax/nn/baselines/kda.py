@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from atlasjax import memory, rules
-from atlasjax.nn.baselines.recurrent import HeadProjections, HeadsMixer, Tokens, float32_product
+from atlasjax.nn.baselines.recurrent import HeadProjections, HeadsMixer, Tokens, float32_product, value_groups
 from atlasjax.nn.baselines.step_sizes import log_rates, step_bias
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.layers import Linear, l2_normalize
@@ -88,12 +88,10 @@ class ChannelDecayMixer(HeadsMixer):
 
     def __init__(self, config: ModelConfig, rule: memory.MemoryRule, *, by_key: bool = False, rngs: nnx.Rngs):
         key_heads, value_heads = config.num_heads, config.kda.value_heads or config.num_heads
-        if value_heads % key_heads:
-            raise ValueError(f"KDAConfig: value_heads={value_heads} must be a multiple of num_heads={key_heads}.")
         super().__init__(config, rule, num_heads=value_heads, rngs=rngs)
         self.largest_step = 2.0 if config.kda.negative_eigenvalues else 1.0
         rank = self.value_dim if config.kda.rank is None else config.kda.rank
-        values = value_heads // key_heads * self.value_dim  # of one head of keys
+        values = value_groups("KDAConfig", value_heads, key_heads) * self.value_dim  # of one head of keys
         sizes = (self.key_dim, self.key_dim, values) + ((self.key_dim, values) if by_key else ())
         self.inputs = HeadProjections(config.dim, key_heads, sizes, config.conv_width, rngs=rngs)
         decays = key_heads if by_key else value_heads, self.key_dim
@@ -115,9 +113,6 @@ class ChannelDecayMixer(HeadsMixer):
     def for_values(self, a: jax.Array) -> jax.Array:
         """[batch, time, heads, size] of heads of keys or values → of heads of values, which consecutively share those of keys."""
         return jnp.repeat(a, self.num_heads // a.shape[2], axis=2)
-
-    def start_inputs(self, batch_size, dtype):
-        return self.inputs.start(batch_size, dtype)
 
     def project(self, x, inputs, segment_ids):
         (q, k, v, *more), inputs = self.inputs(x, inputs, segment_ids)

@@ -122,7 +122,7 @@ class LogLinearMamba2Mixer(Mamba2Mixer):
 
     def init_state(self, batch_size: int, max_length: int | None = None) -> RecurrentState:
         """The state before the first token; tokens beyond `max_length` get NaN."""
-        return init_state(self, (self.num_heads, self.state_dim, self.head_dim), batch_size, max_length)
+        return init_state(self, (self.num_heads, self.key_dim, self.value_dim), batch_size, max_length)
 
     def project(self, x, inputs, segment_ids):
         tokens, inputs = super().project(x, inputs, segment_ids)

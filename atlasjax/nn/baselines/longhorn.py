@@ -5,8 +5,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from atlasjax import memory, rules
+from atlasjax.mixers.mamba2 import zero_start
 from atlasjax.nn.baselines.mamba import MambaBlock
-from atlasjax.nn.baselines.recurrent import Tokens, run_memory, start_memory
+from atlasjax.nn.baselines.recurrent import Tokens, run_memory
 from atlasjax.nn.config import ModelConfig
 
 _RULE = rules.longhorn_channel()
@@ -36,7 +37,7 @@ class LonghornMixer(MambaBlock):
         return jax.nn.sigmoid(logits)
 
     def start_recurrence(self, batch_size):
-        return start_memory(_RULE, batch_size, 1, self.state_dim, self.inner)
+        return memory.init_state(_RULE, zero_start(1, self.inner, self.state_dim), batch_size=batch_size)
 
     def recur(self, tokens, state, segment_ids, max_segments):
         q, k, v, beta = (z[:, :, None] for z in (tokens.read, tokens.write, tokens.x, tokens.step))

@@ -1,6 +1,6 @@
 """Mamba-2 (Dao & Gu 2024): state space duality (SSD) in a gated block."""
 
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,16 +9,10 @@ from flax import nnx
 from atlasjax import memory
 from atlasjax.mixers import mamba2
 from atlasjax.nn.attention import output_projection
-from atlasjax.nn.baselines.recurrent import (
-    RecurrentMixer,
-    RecurrentState,
-    float32_product,
-    start_memory,
-    with_caching,
-)
+from atlasjax.nn.baselines.recurrent import MatrixMixer, float32_product, with_caching
 from atlasjax.nn.baselines.step_sizes import log_rates, step_bias
 from atlasjax.nn.config import ModelConfig
-from atlasjax.nn.execution import MemoryCall, execution
+from atlasjax.nn.execution import execution
 from atlasjax.nn.layers import CausalConv, Linear, RMSNorm, scaled
 from atlasjax.nn.parameters import param
 
@@ -35,7 +29,7 @@ class Mamba2Tokens(NamedTuple):
     gates: memory.Gates = memory.Gates()
 
 
-class Mamba2Mixer(RecurrentMixer):
+class Mamba2Mixer(MatrixMixer):
     """Mamba-2's block:
 
         z, x, B, C = u W_in,  x, B, C ← SiLU(conv(·) + b),  Δ = softplus(u W_Δ + dt_bias)
@@ -59,8 +53,6 @@ class Mamba2Mixer(RecurrentMixer):
       ValueError: ssm.head_dim does not divide the inner width, or ssm.groups does not divide the number of heads.
     """
 
-    takes_caching: ClassVar[bool] = True
-
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         ssm = config.ssm
         inner = config.ssm_inner
@@ -68,7 +60,7 @@ class Mamba2Mixer(RecurrentMixer):
             width = "ssm.inner" if ssm.inner else f"ssm.expand · dim = {ssm.expand} · {config.dim}"
             raise ValueError(f"mixer 'mamba2': ssm.head_dim={ssm.head_dim} must divide {width} = {inner}.")
         self.dtype = jnp.dtype(config.dtype)
-        self.num_heads, self.head_dim, self.state_dim = inner // ssm.head_dim, ssm.head_dim, ssm.state_dim
+        self.num_heads, self.value_dim, self.key_dim = inner // ssm.head_dim, ssm.head_dim, ssm.state_dim
         self.groups = ssm.groups
         if self.num_heads % self.groups:
             raise ValueError(f"mixer 'mamba2': ssm.groups={ssm.groups} must divide the {self.num_heads} heads.")
@@ -89,27 +81,12 @@ class Mamba2Mixer(RecurrentMixer):
         self.factors, self.out_factor = config.multipliers.ssm, config.multipliers.ssm_out
         self.out = output_projection(config, rngs, inner=inner)
         self.implementation = config.memory.implementation
-        self.rule: memory.Rule = mamba2.RULE
+        self.rule = mamba2.RULE
         if type(self).takes_caching:
-            self.rule, self.cache = with_caching(config, mamba2.RULE, self.num_heads, self.state_dim, rngs)
-
-    @property
-    def memory_call(self) -> MemoryCall | None:
-        """The call of `memory.scan` for a whole sequence."""
-        return MemoryCall(self.rule, self.num_heads, self.state_dim, self.head_dim)
-
-    @property
-    def undivided(self) -> str | None:
-        """See `mixers.check_divided`."""
-        return self.rule.undivided
+            self.rule, self.cache = with_caching(config, mamba2.RULE, self.num_heads, self.key_dim, rngs)
 
     def start_inputs(self, batch_size, dtype):
         return self.conv.init_state(batch_size, dtype), self.selection_conv.init_state(batch_size, dtype)
-
-    def init_state(self, batch_size: int, max_length: int | None = None) -> RecurrentState:
-        """The state before the first token. `max_length`: see `memory.init_state`."""
-        recurrence = start_memory(self.rule, batch_size, self.num_heads, self.state_dim, self.head_dim, max_length)
-        return RecurrentState(self.start_inputs(batch_size, self.dtype), recurrence)
 
     def project(self, x, inputs, segment_ids):
         z, mixed = (scaled(self.inputs(x)[:, :, i], self.factors[i]) for i in range(2))
@@ -117,10 +94,10 @@ class Mamba2Mixer(RecurrentMixer):
         mixed = jax.nn.silu(mixed + self.conv_bias[None, None]).astype(x.dtype)
         selected, selection_conv = self.selection_conv(self._selection(x), inputs[1], segment_ids)
         selected = jax.nn.silu(selected + self.selection_bias[None, None]).astype(x.dtype)
-        B, C = jnp.split(selected.reshape(*x.shape[:2], 2 * self.groups, self.state_dim), 2, axis=2)
+        B, C = jnp.split(selected.reshape(*x.shape[:2], 2 * self.groups, self.key_dim), 2, axis=2)
         step = scaled(float32_product(x, self.step), self.factors[4]) + self.dt_bias[None, None]
         step = _bounded(jax.nn.softplus(step), *self.steps)
-        mixed = mixed.reshape(*x.shape[:2], self.num_heads, self.head_dim)
+        mixed = mixed.reshape(*x.shape[:2], self.num_heads, self.value_dim)
         return Mamba2Tokens(mixed, z, step, B, C), (conv, selection_conv)
 
     def _selection(self, x: jax.Array) -> jax.Array:

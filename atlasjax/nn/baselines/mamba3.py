@@ -1,6 +1,6 @@
 """Mamba-3 (Lahoti et al. 2026): exponential-trapezoidal writes to a rotated state, of rank R, in a gated block."""
 
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,16 +9,10 @@ from flax import nnx
 from atlasjax import memory, rules
 from atlasjax.mixers import mamba3
 from atlasjax.nn.attention import output_projection
-from atlasjax.nn.baselines.recurrent import (
-    RecurrentMixer,
-    RecurrentState,
-    float32_product,
-    start_memory,
-    with_caching,
-)
+from atlasjax.nn.baselines.recurrent import MatrixMixer, float32_product, with_caching
 from atlasjax.nn.baselines.step_sizes import step_bias
 from atlasjax.nn.config import ModelConfig
-from atlasjax.nn.execution import MemoryCall, execution
+from atlasjax.nn.execution import execution
 from atlasjax.nn.layers import Linear, RMSNorm
 from atlasjax.nn.parameters import param
 
@@ -49,7 +43,7 @@ class Rotations(NamedTuple):
         return 1
 
 
-class Mamba3Mixer(RecurrentMixer):
+class Mamba3Mixer(MatrixMixer):
     """Mamba-3's block (`atlasjax.mixers.mamba3`; fla: `layers.mamba3.Mamba3`), without a convolution:
 
         z, v, B, C = u W_in,  Δ, a, λ, ω = u W_gates        Δ = softplus(Δ + dt_bias), A = −softplus(a), λ = σ(λ) per head
@@ -73,15 +67,13 @@ class Mamba3Mixer(RecurrentMixer):
         odd or too small to be rotated, or caching is given with a rank above 1.
     """
 
-    takes_caching: ClassVar[bool] = True
-
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         ssm, own = config.ssm, config.mamba3
         inner = ssm.expand * config.dim
         _check(config, inner)
         heads, state, rank = inner // ssm.head_dim, ssm.state_dim, own.rank
         self.dtype = jnp.dtype(config.dtype)
-        self.num_heads, self.head_dim, self.state_dim = heads, ssm.head_dim, state
+        self.num_heads, self.value_dim, self.key_dim = heads, ssm.head_dim, state
         self.groups, self.rank, self.num_angles = ssm.groups, rank, _angles(config)
         self.inputs = Linear((config.dim, 2, inner), ("embed", None, "heads"), rngs=rngs)
         self.selection = Linear((config.dim, 2 * rank * ssm.groups * state), ("embed", "rank"), rngs=rngs)
@@ -100,26 +92,10 @@ class Mamba3Mixer(RecurrentMixer):
         self.norm = RMSNorm((heads, ssm.head_dim), ("heads", None), config.norm_eps) if own.output_norm else None
         self.out = output_projection(config, rngs, inner=inner)
         self.implementation = config.memory.implementation
-        self.rule: memory.Rule
         self.rule, self.cache = with_caching(config, rules.mamba3(rank=rank), heads, state, rngs)
-
-    @property
-    def memory_call(self) -> MemoryCall:
-        """The call of `memory.scan` for a whole sequence."""
-        return MemoryCall(self.rule, self.num_heads, self.state_dim, self.head_dim)
-
-    @property
-    def undivided(self) -> str | None:
-        """See `mixers.check_divided`."""
-        return self.rule.undivided
 
     def start_inputs(self, batch_size, dtype):
         return Rotations(jnp.zeros((batch_size, self.num_heads, self.num_angles), jnp.float32))
-
-    def init_state(self, batch_size: int, max_length: int | None = None) -> RecurrentState:
-        """The state before the first token. `max_length`: see `memory.init_state`."""
-        recurrence = start_memory(self.rule, batch_size, self.num_heads, self.state_dim, self.head_dim, max_length)
-        return RecurrentState(self.start_inputs(batch_size, self.dtype), recurrence)
 
     def project(self, x, inputs, segment_ids):
         lead = x.shape[:2]
@@ -128,7 +104,7 @@ class Mamba3Mixer(RecurrentMixer):
         step = jax.nn.softplus(step + self.dt_bias[None, None])
         A = -jnp.maximum(jax.nn.softplus(rate), _LEAST_RATE)
         turns = mamba3.rotations(float32_product(x, self.rates), step, inputs.turns, segment_ids)
-        B, C = jnp.moveaxis(self.selection(x).reshape(*lead, 2, self.rank, self.groups, self.state_dim), 2, 0)
+        B, C = jnp.moveaxis(self.selection(x).reshape(*lead, 2, self.rank, self.groups, self.key_dim), 2, 0)
         keys = self._selected(B, self.B_norm, self.B_bias[...], turns)
         queries = self._selected(C, self.C_norm, self.C_bias[...], turns)
         if self.mimo_x is not None:

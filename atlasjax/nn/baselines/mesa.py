@@ -43,9 +43,6 @@ class MesaMixer(HeadsMixer):
         weights = {"W": jnp.zeros((self.num_heads, self.value_dim, self.key_dim), jnp.float32)}
         return memory.MesaParams(weights, self.ridge[...])
 
-    def start_inputs(self, batch_size, dtype):
-        return self.inputs.start(batch_size, dtype)
-
     def project(self, x, inputs, segment_ids):
         (q, k, v, *z), inputs = self.inputs(x, inputs, segment_ids)
         q, k = (l2_normalize(a).astype(x.dtype) for a in (q, k))

@@ -5,8 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from atlasjax import memory, rules
-from atlasjax.nn.baselines.gated_deltanet import value_groups
-from atlasjax.nn.baselines.recurrent import HeadProjections, HeadsMixer, Tokens, float32_product
+from atlasjax.nn.baselines.recurrent import HeadProjections, HeadsMixer, Tokens, float32_product, value_groups
 from atlasjax.nn.baselines.step_sizes import log_rates, step_bias
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.layers import Linear, l2_normalize
@@ -44,7 +43,8 @@ class MomentumDeltaNetMixer(HeadsMixer):
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        heads, self.groups = config.num_heads, value_groups(config)
+        heads = config.num_heads
+        self.groups = value_groups("GatedDeltaNetConfig", config.value_heads, heads)
         super().__init__(config, rules.momentum_delta(), num_heads=heads * self.groups, rngs=rngs)
         self.step_scale = 2.0 if config.gated_deltanet.negative_eigenvalues else 1.0
         self.sharpness = config.dim**-0.5
@@ -57,9 +57,6 @@ class MomentumDeltaNetMixer(HeadsMixer):
         self.A_log, self.Mu_log, self.log_factor, self.D_log = rates(16.0), rates(16.0), rates(4.0), rates(1.0)
         bias = step_bias(rngs, self.num_heads)
         self.dt_bias, self.mu_bias = param(bias, "heads"), param(jnp.copy(bias), "heads")
-
-    def start_inputs(self, batch_size, dtype):
-        return self.inputs.start(batch_size, dtype)
 
     def project(self, x, inputs, segment_ids):
         (q, k, v, z), inputs = self.inputs(x, inputs, segment_ids)

@@ -9,6 +9,7 @@ from jaxtyping import PyTree
 
 from atlasjax import memory
 from atlasjax.memory.products import dense
+from atlasjax.mixers.mamba2 import step_or_scan, zero_start
 from atlasjax.nn.attention import output_projection
 from atlasjax.nn.cache_check import check_state
 from atlasjax.nn.caching import CacheGates
@@ -134,7 +135,7 @@ class MatrixMixer(RecurrentMixer):
     Subclasses set `num_heads`, `key_dim`, `value_dim`, `implementation`, and `rule` and `cache` by `with_caching`.
     """
 
-    takes_caching = True
+    takes_caching: ClassVar[bool] = True
     rule: memory.Rule
     num_heads: int
     key_dim: int
@@ -142,7 +143,7 @@ class MatrixMixer(RecurrentMixer):
     implementation: str | None
 
     @property
-    def memory_call(self) -> MemoryCall:
+    def memory_call(self) -> MemoryCall | None:
         """The call of `memory.scan` for a whole sequence."""
         return MemoryCall(self.rule, self.num_heads, self.key_dim, self.value_dim)
 
@@ -165,19 +166,7 @@ class MatrixMixer(RecurrentMixer):
 
     def memory_params(self) -> PyTree:
         """The parameters of the memory: a matrix that starts at zero and is not learned."""
-        return _zero(self.num_heads, self.key_dim, self.value_dim)
-
-
-def _zero(num_heads: int, key_dim: int, value_dim: int) -> memory.MemoryParams:
-    return memory.MemoryParams({"W": jnp.zeros((num_heads, value_dim, key_dim), jnp.float32)}, None, None)
-
-
-def start_memory(
-    rule: memory.Rule, batch_size: int, num_heads: int, key_dim: int, value_dim: int, max_length: int | None = None
-) -> PyTree:
-    """The state of a matrix memory that starts at zero. `max_length`: see `memory.init_state`."""
-    params = _zero(num_heads, key_dim, value_dim)
-    return memory.init_state(rule, params, batch_size=batch_size, max_length=max_length)
+        return zero_start(self.num_heads, self.value_dim, self.key_dim)
 
 
 def run_memory(
@@ -194,12 +183,8 @@ def run_memory(
     implementation: of whole sequences. Pieces of a stream are read as with None. params: of a rule that needs others.
     """
     q, k, v, gates, _ = tokens
-    params = _zero(q.shape[2], q.shape[3], v.shape[3]) if params is None else params
-    if state is not None and q.shape[1] == 1:
-        q, k, v, gates = jax.tree.map(lambda a: a[:, 0], (q, k, v, gates))
-        y, state = memory.step(rule, params, state, q, k, v, gates)
-        return y[:, None], state
-    return memory.scan(
+    params = zero_start(q.shape[2], v.shape[3], q.shape[3]) if params is None else params
+    return step_or_scan(
         rule, params, state, q, k, v, gates, segment_ids=segment_ids, max_segments=max_segments,
         **execution(implementation if state is None else None, rule, q, v),
     )  # fmt: skip
@@ -210,6 +195,8 @@ class HeadsMixer(MatrixMixer):
 
         out = (RMSNorm(y) ⊙ SiLU(rest)) W_out        one norm per head, or another `output_gate`
 
+    Subclasses set `inputs`.
+
     Args:
       config: dim, num_heads, head_dim (of keys), value_expansion (value_dim = value_expansion · head_dim), head_norm, norm_eps,
         num_layers (for W_out's initial scale), caching, dtype, memory.implementation.
@@ -217,6 +204,8 @@ class HeadsMixer(MatrixMixer):
       num_heads: number of memories and of their outputs. None: config.num_heads.
       rngs: source of the initial values.
     """
+
+    inputs: "HeadProjections"
 
     def __init__(self, config: ModelConfig, rule: memory.Rule, *, num_heads: int | None = None, rngs: nnx.Rngs):
         self.num_heads = config.num_heads if num_heads is None else num_heads
@@ -234,6 +223,9 @@ class HeadsMixer(MatrixMixer):
         if type(self).takes_caching:
             self.rule, self.cache = with_caching(config, rule, self.num_heads, self.key_dim, rngs)
 
+    def start_inputs(self, batch_size, dtype):
+        return self.inputs.start(batch_size, dtype)
+
     def output_gate(self, logits: jax.Array) -> jax.Array:
         """The factors of the heads' outputs, from `tokens.rest`."""
         return jax.nn.silu(logits)
@@ -243,6 +235,17 @@ class HeadsMixer(MatrixMixer):
         if tokens.rest is not None:
             y = y * self.output_gate(tokens.rest)
         return self.out(y.reshape(*y.shape[:2], -1))
+
+
+def value_groups(config: str, value_heads: int, num_heads: int) -> int:
+    """Heads of values for each head of keys. config: the class with value_heads, for the message.
+
+    Raises:
+      ValueError: num_heads does not divide the number of heads of values.
+    """
+    if value_heads % num_heads:
+        raise ValueError(f"{config}: value_heads={value_heads} must be a multiple of num_heads={num_heads}.")
+    return value_heads // num_heads
 
 
 class HeadProjections(Module):

@@ -21,7 +21,7 @@ from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.hybrids.mag import GatedHeads
 from atlasjax.nn.layers import CausalConv, Linear, RMSNorm, l2_normalize
 from atlasjax.nn.memory_mixer import MemoryHeads, MemoryMixerState
-from atlasjax.nn.module import Module
+from atlasjax.nn.module import ObservedModule
 from atlasjax.nn.parameters import values
 
 _KeysAndValues = tuple[jax.Array, jax.Array]
@@ -46,7 +46,7 @@ class MACState(NamedTuple):
     retrieved: KVCache
 
 
-class MACMixer(Module):
+class MACMixer(ObservedModule):
     """Memory as a context (Titans Eq. 21–25), in segments of `attention.segment_size` tokens. s: the segment's start.
 
         h_i = M_s(q_i)                        retrieval before the segment is written; q = SiLU(conv(x W_q)) of unit length
@@ -102,10 +102,11 @@ class MACMixer(Module):
         self.memory = MemoryHeads(config, similar_keys=True, rngs=rngs)
         self.join = GatedHeads(config, rngs=rngs)
 
-    def __call__(
+    def observe(
         self, x: jax.Array, segment_ids: jax.Array | None = None, max_segments: int | None = None
-    ) -> jax.Array:
-        """Whole sequences: [batch, time, dim] → [batch, time, dim].
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Whole sequences: [batch, time, dim] → [batch, time, dim], and `Rule.weight_norm` [batch, heads] after the segment of the
+        last token.
 
         Args:
           x: the layer input, in the model's dtype.
@@ -113,12 +114,6 @@ class MACMixer(Module):
             segments restart.
           max_segments: static bound on the number of documents in a row. Required under jit with `segment_ids`.
         """
-        return self.observe(x, segment_ids, max_segments)[0]
-
-    def observe(
-        self, x: jax.Array, segment_ids: jax.Array | None = None, max_segments: int | None = None
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """Like `__call__`, and also returns `Rule.weight_norm` [batch, heads] after the segment of the last token."""
         batch, time, size = *x.shape[:2], self.segment_size
         queries, _ = self._queries(x, self.conv.init_state(batch, x.dtype), segment_ids)
         if segment_ids is None:

@@ -11,7 +11,7 @@ from atlasjax.nn.cache_check import check_state
 from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.layers import RMSNorm
 from atlasjax.nn.memory_mixer import MemoryHeads, MemoryMixerState
-from atlasjax.nn.module import Module
+from atlasjax.nn.module import LayerwiseModule, Module, ObservedModule
 
 
 class HybridState(NamedTuple):
@@ -43,7 +43,7 @@ class GatedHeads(Module):
         return self.out(y.reshape(*y.shape[:2], -1))
 
 
-class MAGMixer(Module):
+class MAGMixer(ObservedModule, LayerwiseModule):
     """Memory as a gate (Titans Eq. 26–28, A Figure 3): sliding-window attention and memory side by side.
 
         a = SWA(x),  m = memory(x)             with separate projections; the attention also sees the persistent tokens
@@ -72,26 +72,17 @@ class MAGMixer(Module):
         self.undivided = self.memory.undivided
         self.join = GatedHeads(config, rngs=rngs)
 
-    def __call__(
-        self, x: jax.Array, segment_ids: jax.Array | None = None, max_segments: int | None = None
-    ) -> jax.Array:
-        """Whole sequences: [batch, time, dim] → [batch, time, dim]. Arguments as for `MemoryHeads.scan`."""
-        return self.observe(x, segment_ids, max_segments)[0]
-
     def observe(
         self, x: jax.Array, segment_ids: jax.Array | None = None, max_segments: int | None = None
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Like `__call__`, and also returns `Rule.weight_norm` [batch, heads] after the last token."""
+        """[batch, time, dim] → [batch, time, dim], and `Rule.weight_norm` [batch, heads] after the last token. Arguments as for
+        `MemoryHeads.scan`."""
         m, _, norm = self.memory.scan(x, segment_ids, max_segments)
         return self.join(self.attention(x, segment_ids), m), norm
 
     def init_state(self, batch_size: int, max_length: int | None = None) -> HybridState:
         """The state before the first token. `max_length`: see `memory.init_state`."""
         return HybridState(self.memory.init_state(batch_size, max_length), self.attention.init_cache(batch_size))
-
-    def extend(self, x: jax.Array, state: HybridState) -> tuple[jax.Array, HybridState]:
-        """The output for the next piece of a sequence (time ≥ 1) and the next state."""
-        return self.extend_layer(x, state, None)
 
     def extend_layer(self, x: jax.Array, states: HybridState, layer: jax.Array | None) -> tuple[jax.Array, HybridState]:
         """`extend` in the states of all layers. See `mixers.LayerwiseMixer`."""

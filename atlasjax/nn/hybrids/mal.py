@@ -9,10 +9,10 @@ from atlasjax.nn.config import ModelConfig
 from atlasjax.nn.hybrids.mag import HybridState
 from atlasjax.nn.layers import RMSNorm
 from atlasjax.nn.memory_mixer import MemoryMixer
-from atlasjax.nn.module import Module
+from atlasjax.nn.module import LayerwiseModule, ObservedModule
 
 
-class MALMixer(Module):
+class MALMixer(ObservedModule, LayerwiseModule):
     """Memory as a layer (Titans Eq. 29–31): a memory, then sliding-window attention over its output, in one mixer.
 
         y = memory(x)                          `MemoryMixer`, including its output gate and projection
@@ -37,26 +37,17 @@ class MALMixer(Module):
         self.attention = AttentionHeads(config, required_window(config, "mal"), rngs=rngs)
         self.out = output_projection(config, rngs)
 
-    def __call__(
-        self, x: jax.Array, segment_ids: jax.Array | None = None, max_segments: int | None = None
-    ) -> jax.Array:
-        """Whole sequences: [batch, time, dim] → [batch, time, dim]. Arguments as for `MemoryHeads.scan`."""
-        return self.observe(x, segment_ids, max_segments)[0]
-
     def observe(
         self, x: jax.Array, segment_ids: jax.Array | None = None, max_segments: int | None = None
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Like `__call__`, and also returns `Rule.weight_norm` [batch, heads] after the last token."""
+        """[batch, time, dim] → [batch, time, dim], and `Rule.weight_norm` [batch, heads] after the last token. Arguments as for
+        `MemoryHeads.scan`."""
         y, norm = self.memory.observe(x, segment_ids, max_segments)
         return self._output(self.attention(self.norm(y), segment_ids)), norm
 
     def init_state(self, batch_size: int, max_length: int | None = None) -> HybridState:
         """The state before the first token. `max_length`: see `memory.init_state`."""
         return HybridState(self.memory.init_state(batch_size, max_length), self.attention.init_cache(batch_size))
-
-    def extend(self, x: jax.Array, state: HybridState) -> tuple[jax.Array, HybridState]:
-        """The output for the next piece of a sequence (time ≥ 1) and the next state."""
-        return self.extend_layer(x, state, None)
 
     def extend_layer(self, x: jax.Array, states: HybridState, layer: jax.Array | None) -> tuple[jax.Array, HybridState]:
         """`extend` in the states of all layers. See `mixers.LayerwiseMixer`."""
