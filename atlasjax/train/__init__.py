@@ -8,6 +8,8 @@ model = load_run(config.run_dir).model
 import importlib
 from typing import TYPE_CHECKING
 
+from atlasjax.names import lazily
+
 if TYPE_CHECKING:
     from atlasjax.train.config import OptimizerConfig, TrainConfig
     from atlasjax.train.defaults import default_config
@@ -27,29 +29,6 @@ if TYPE_CHECKING:
     from atlasjax.train.saving.checkpoint import Checkpoints
     from atlasjax.train.state import TrainState
     from atlasjax.train.step import accumulated_gradients, jit_train_step, loss_sums, train_step
-
-# Loaded on first use, so that importing the error classes does not import the data pipeline.
-_HOME = {
-    "Checkpoints": "saving.checkpoint",
-    "OptimizerConfig": "config",
-    "TrainConfig": "config",
-    "default_config": "defaults",
-    "CheckpointError": "errors",
-    "ConfigError": "errors",
-    "Interrupted": "errors",
-    "NonFiniteError": "errors",
-    "ProcessDiedError": "errors",
-    "RunError": "errors",
-    "load_run": "load",
-    "TrainResult": "loop",
-    "train": "loop",
-    "LossConfig": "loss",
-    "TrainState": "state",
-    "accumulated_gradients": "step",
-    "jit_train_step": "step",
-    "loss_sums": "step",
-    "train_step": "step",
-}
 
 __all__ = [
     "CheckpointError",
@@ -73,13 +52,24 @@ __all__ = [
     "train_step",
 ]
 
-
-_MODULES = {"metrics", "plot"}  # in `reports`; the pages name them as modules of this package
+# Loaded on first use, so that importing the error classes does not import the data pipeline.
+_home = lazily(
+    __name__,
+    {
+        "config": "OptimizerConfig TrainConfig",
+        "defaults": "default_config",
+        "errors": "CheckpointError ConfigError Interrupted NonFiniteError ProcessDiedError RunError",
+        "load": "load_run",
+        "loop": "TrainResult train",
+        "loss": "LossConfig",
+        "saving.checkpoint": "Checkpoints",
+        "state": "TrainState",
+        "step": "accumulated_gradients jit_train_step loss_sums train_step",
+    },
+)
 
 
 def __getattr__(name: str) -> object:
-    if name in _MODULES:
+    if name in ("metrics", "plot"):  # in `reports`; the pages name them as modules of this package
         return importlib.import_module(f"{__name__}.reports.{name}")
-    if name in _HOME:
-        return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _home(name)
