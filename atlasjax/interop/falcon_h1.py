@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 
 from atlasjax.interop.family import Family, Fields, Sizes
-from atlasjax.interop.layers import MAMBA2_MATTERS, attention_rows, mamba2_rows, of_type
-from atlasjax.interop.mamba2_hybrids import around_rows, feed_forward_rows, in_layer, mamba2_fields
+from atlasjax.interop.layers import MAMBA2_MATTERS, attention_rows, in_layer, mamba2_rows, of_type, peer_frame
+from atlasjax.interop.mamba2_hybrids import around_rows, feed_forward_rows, mamba2_fields
 from atlasjax.interop.table import Row
 from atlasjax.nn import AttentionConfig, ModelConfig, MultiplierConfig, SSMConfig
 
@@ -69,9 +69,6 @@ def _to_ours(given: Mapping[str, object], sizes: Sizes) -> ModelConfig:
     fields.require("hidden_act", "silu", "swish")
     dim, heads = fields.integer("hidden_size", 4096), fields.integer("num_attention_heads", 32)
     size = fields.optional_integer("head_dim") or fields.quotient("hidden_size", dim, "num_attention_heads", heads)
-    outer, inside = fields.optional_number("rope_theta", default=1e4), fields.rotation()
-    theta = inside.optional_number("rope_theta", default=outer)
-    inside.done(())
     multipliers, factor = _read_multipliers(fields)
     config = ModelConfig(
         mixer=_MIXER, dim=dim, num_heads=heads, head_dim=size, num_layers=fields.layers("num_hidden_layers", 32),
@@ -79,7 +76,7 @@ def _to_ours(given: Mapping[str, object], sizes: Sizes) -> ModelConfig:
         conv_width=fields.integer("mamba_d_conv", 4),
         attention=AttentionConfig(
             num_heads=heads, kv_heads=fields.integer("num_key_value_heads", heads), head_dim=size, value_dim=size,
-            rope_theta=theta, scale=factor * size**-0.5,
+            rope_theta=fields.theta(1e4), scale=factor * size**-0.5,
         ),
         norm_eps=fields.number("rms_norm_eps", default=1e-5), mlp_dim=fields.integer("intermediate_size", 14336),
         tie_embeddings=fields.boolean("tie_word_embeddings", False), dtype=fields.dtype(),
@@ -91,9 +88,7 @@ def _to_ours(given: Mapping[str, object], sizes: Sizes) -> ModelConfig:
 def _to_peer(config: ModelConfig) -> dict[str, object]:
     sizes, multipliers = config.attention_sizes, config.multipliers
     scale = 1.0 if config.attention.scale is None else config.attention.scale * sizes.key_dim**0.5
-    return {
-        "architectures": ["FalconH1ForCausalLM"], "model_type": "falcon_h1",
-        "hidden_size": config.dim, "num_hidden_layers": config.num_layers, "vocab_size": config.vocab_size,
+    return peer_frame(config, "falcon_h1", "FalconH1ForCausalLM") | {
         "intermediate_size": config.resolved_mlp_dim, "hidden_act": "silu", "rms_norm_eps": config.norm_eps,
         "num_attention_heads": sizes.heads, "num_key_value_heads": sizes.kv_heads, "head_dim": sizes.key_dim,
         "rope_parameters": {"rope_type": "default", "rope_theta": config.attention.rope_theta or 1e4},
@@ -103,7 +98,6 @@ def _to_peer(config: ModelConfig) -> dict[str, object]:
         "attention_in_multiplier": 1.0, "attention_out_multiplier": multipliers.attention_out,
         "mlp_multipliers": [multipliers.mlp_gate, multipliers.mlp_out], "ssm_in_multiplier": 1.0,
         "ssm_multipliers": list(multipliers.ssm), "ssm_out_multiplier": multipliers.ssm_out,
-        "tie_word_embeddings": config.tie_embeddings,
     }  # fmt: skip
 
 

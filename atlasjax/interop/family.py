@@ -148,6 +148,13 @@ class Fields:
         inside.require("factor", None, 1)
         return inside
 
+    def theta(self, default: float | None = None) -> float | None:
+        """The base of the wavelengths of rotary positions that are not scaled, there or in older versions outside; None: null."""
+        outer, inside = self.optional_number("rope_theta", default), self.rotation()
+        theta = inside.optional_number("rope_theta", outer)
+        inside.done(())
+        return theta
+
     def quotient(self, name: str, value: int, by_name: str, by: int) -> int:
         """value / by, which must be an integer: a size of which the config has the factors `name` and `by_name`."""
         if value % by:

@@ -5,7 +5,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from atlasjax.interop.family import Family, Fields, Sizes, exact_fraction, mixer_pattern
-from atlasjax.interop.layers import attention_rows, gate_rows, head_row, input_rows, mlp_rows, of_type, rows_of
+from atlasjax.interop.layers import (
+    attention_rows,
+    gate_rows,
+    head_row,
+    in_layer,
+    input_rows,
+    mlp_rows,
+    of_type,
+    peer_frame,
+    rows_of,
+)
 from atlasjax.interop.table import Row
 from atlasjax.interop.unused import ROTARY
 from atlasjax.nn import AttentionConfig, GatedDeltaNetConfig, HeadNormConfig, ModelConfig
@@ -16,21 +26,17 @@ SOFTMAX = ("attention", "swa")
 NEUTRAL = ("attn_mode", "chunk_size", "mode", "use_output_norm", "use_gk")
 
 
-def _in_layer(name: str) -> str:
-    return f"model.layers.{{n}}.{name}"
-
-
 def in_mixer(name: str) -> str:
-    return _in_layer(f"attn.{name}")
+    return in_layer(f"attn.{name}")
 
 
 def _frame(config: ModelConfig) -> list[Row]:
     """Everything but the mixer."""
     return [
         Row(("model.embeddings.weight", "model.embed_tokens.weight"), "embedding", "v d -> v d"),
-        Row(_in_layer("attn_norm.weight"), "layers.mixer_norm.scale", "d -> d"),
-        Row(_in_layer("mlp_norm.weight"), "layers.mlp_norm.scale", "d -> d"),
-        *mlp_rows(_in_layer),
+        Row(in_layer("attn_norm.weight"), "layers.mixer_norm.scale", "d -> d"),
+        Row(in_layer("mlp_norm.weight"), "layers.mlp_norm.scale", "d -> d"),
+        *mlp_rows(in_layer),
         Row("model.norm.weight", "norm.scale", "d -> d"),
         head_row(config),
     ]
@@ -209,17 +215,11 @@ def _gla(given: Mapping[str, object], sizes: Sizes) -> ModelConfig:
     return config
 
 
-def peer_frame(config: ModelConfig, kind: str, architecture: str) -> dict[str, object]:
-    return {
-        "architectures": [architecture],
-        "model_type": kind,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.dim,
-        "num_hidden_layers": config.num_layers,
+def fla_frame(config: ModelConfig, kind: str, architecture: str) -> dict[str, object]:
+    return peer_frame(config, kind, architecture) | {
         "num_heads": config.num_heads,
         "intermediate_size": config.resolved_mlp_dim,
         "norm_eps": config.norm_eps,
-        "tie_word_embeddings": config.tie_embeddings,
         "attn": _peer_attention(config),
     }
 
@@ -239,7 +239,7 @@ def _peer_attention(config: ModelConfig) -> list[dict[str, object]] | dict[str, 
 
 
 def _peer_gated_deltanet(config: ModelConfig) -> dict[str, object]:
-    return peer_frame(config, "gated_deltanet", "GatedDeltaNetForCausalLM") | {
+    return fla_frame(config, "gated_deltanet", "GatedDeltaNetForCausalLM") | {
         "head_dim": config.resolved_head_dim,
         "expand_v": config.value_expansion,
         "num_v_heads": config.gated_deltanet.value_heads,
@@ -257,12 +257,12 @@ def _peer_sizes(config: ModelConfig) -> dict[str, object]:
 
 
 def _peer_deltanet(config: ModelConfig) -> dict[str, object]:
-    frame = peer_frame(config, "delta_net", "DeltaNetForCausalLM")
+    frame = fla_frame(config, "delta_net", "DeltaNetForCausalLM")
     return frame | _peer_sizes(config) | {"conv_size": config.conv_width}
 
 
 def _peer_gla(config: ModelConfig) -> dict[str, object]:
-    return peer_frame(config, "gla", "GLAForCausalLM") | _peer_sizes(config)
+    return fla_frame(config, "gla", "GLAForCausalLM") | _peer_sizes(config)
 
 
 GENERATION = {"use_cache": False}

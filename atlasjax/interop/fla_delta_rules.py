@@ -10,9 +10,9 @@ from atlasjax.interop.fla import (
     MATTERS,
     NEUTRAL,
     SOFTMAX,
+    fla_frame,
     in_mixer,
     layer_fields,
-    peer_frame,
     recurrent_rows,
     shared_fields,
 )
@@ -100,7 +100,7 @@ def _kda(given: Mapping[str, object], sizes: Sizes) -> ModelConfig:
 
 def _peer_kda(config: ModelConfig) -> dict[str, object]:
     bound = config.kda.lower_bound
-    return peer_frame(config, "kda", "KDAForCausalLM") | {
+    return fla_frame(config, "kda", "KDAForCausalLM") | {
         "head_dim": config.resolved_head_dim,
         "expand_v": config.value_expansion,
         "num_v_heads": config.kda.value_heads,
@@ -162,7 +162,7 @@ def _deltaproduct(given: Mapping[str, object], sizes: Sizes) -> ModelConfig:
 
 def _peer_deltaproduct(config: ModelConfig) -> dict[str, object]:
     given = config.gated_deltaproduct
-    return peer_frame(config, "gated_deltaproduct", "GatedDeltaProductForCausalLM") | {
+    return fla_frame(config, "gated_deltaproduct", "GatedDeltaProductForCausalLM") | {
         "head_dim": config.resolved_head_dim,
         "expand_v": config.value_expansion,
         "num_householder": given.writes,
@@ -210,7 +210,7 @@ def _comba(given: Mapping[str, object], sizes: Sizes) -> ModelConfig:
 
 
 def _peer_comba(config: ModelConfig) -> dict[str, object]:
-    return peer_frame(config, "comba", "CombaForCausalLM") | {
+    return fla_frame(config, "comba", "CombaForCausalLM") | {
         "head_dim": config.resolved_head_dim,
         "expand_v": config.value_expansion,
         "num_v_heads": config.gated_deltanet.value_heads,
@@ -263,7 +263,7 @@ def _mesa(given: Mapping[str, object], sizes: Sizes) -> ModelConfig:
 
 
 def _peer_mesa(config: ModelConfig) -> dict[str, object]:
-    return peer_frame(config, "mesa_net", "MesaNetForCausalLM") | {
+    return fla_frame(config, "mesa_net", "MesaNetForCausalLM") | {
         "head_dim": config.resolved_head_dim,
         "use_output_gate": config.mesa.output_gate,
         "max_cg_step_training": config.mesa.steps,

@@ -6,12 +6,15 @@ from collections.abc import Mapping
 
 from atlasjax.interop.family import Family, Fields, Sizes, mixer_pattern
 from atlasjax.interop.layers import (
+    JOINED_EXPERTS,
     expert_rows,
     head_row,
+    in_layer,
     input_rows,
-    joined_expert_rows,
+    joined_experts,
     mlp_rows,
     of_type,
+    peer_frame,
     router_rows,
     rows_of,
 )
@@ -23,12 +26,8 @@ _NAME = "Kimi-Linear"
 _MIXER_OF = {"linear_attention": "kda", "full_attention": "mla"}
 
 
-def _in_layer(name: str) -> str:
-    return f"model.layers.{{n}}.{name}"
-
-
 def _in_mixer(name: str) -> str:
-    return _in_layer(f"self_attn.{name}")
+    return in_layer(f"self_attn.{name}")
 
 
 def _in_gate(name: str) -> tuple[str, str]:
@@ -38,20 +37,20 @@ def _in_gate(name: str) -> tuple[str, str]:
 
 def _in_network(name: str) -> tuple[str, str]:
     """A dense network is `mlp` in the public weights; transformers writes it under the name of those with experts."""
-    return _in_layer(f"mlp.{name}"), _in_layer(f"block_sparse_moe.{name}")
+    return in_layer(f"mlp.{name}"), in_layer(f"block_sparse_moe.{name}")
 
 
 def _in_experts(name: str) -> tuple[str, str]:
     """The name in files, and in transformers' module."""
-    return _in_layer(f"block_sparse_moe.{name}"), _in_layer(f"mlp.{name}")
+    return in_layer(f"block_sparse_moe.{name}"), in_layer(f"mlp.{name}")
 
 
 def rows(config: ModelConfig) -> list[Row]:
     """The table."""
     return [
         Row("model.embed_tokens.weight", "embedding", "v d -> v d"),
-        Row(_in_layer("input_layernorm.weight"), "layers.mixer_norm.scale", "d -> d"),
-        Row(_in_layer("post_attention_layernorm.weight"), "layers.mlp_norm.scale", "d -> d"),
+        Row(in_layer("input_layernorm.weight"), "layers.mixer_norm.scale", "d -> d"),
+        Row(in_layer("post_attention_layernorm.weight"), "layers.mlp_norm.scale", "d -> d"),
         *_kda_rows(config),
         *_mla_rows(config),
         *_network_rows(config),
@@ -125,12 +124,6 @@ def _layer_types(fields: Fields, older: Fields, layers: int) -> list[str]:
             f"to {layers} once."
         )
     return [kind_of[n] for n in range(1, layers + 1)]
-
-
-def _joined_experts(found: list[Row], config: ModelConfig) -> list[Row]:
-    """The table where two tensors have the projections of all experts, as in transformers' module."""
-    others = [row for row in found if row.ours not in ("layers.mlp.wide", "layers.mlp.out")]
-    return others + joined_expert_rows(*(_in_layer(f"mlp.experts.{name}_proj") for name in ("gate_up", "down")))
 
 
 def _networks(fields: Fields, layers: int) -> list[str]:
@@ -208,16 +201,13 @@ def _to_peer(config: ModelConfig) -> dict[str, object]:
         "num_shared_experts": (given.shared_width or 0) // config.expert_width, "moe_renormalize": given.normalize,
         "routed_scaling_factor": given.scale, "num_expert_group": given.groups, "topk_group": given.top_groups,
     }  # fmt: skip
-    return {
-        **experts,
-        "architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear", "vocab_size": config.vocab_size,
-        "hidden_size": config.dim, "num_hidden_layers": config.num_layers,
+    return peer_frame(config, "kimi_linear", "KimiLinearForCausalLM") | experts | {
         "layer_types": of_layers(config.pattern), "mlp_layer_types": of_layers(config.ffns),
         "linear_num_heads": config.num_heads, "linear_head_dim": config.resolved_head_dim,
         "linear_conv_kernel_dim": config.conv_width, "num_attention_heads": sizes.heads, "num_key_value_heads": sizes.heads,
         "kv_lora_rank": sizes.latent_dim, "q_lora_rank": config.mla.q_lora_rank, "qk_nope_head_dim": sizes.own_dim,
         "qk_rope_head_dim": sizes.shared_dim, "v_head_dim": sizes.value_dim, "intermediate_size": config.resolved_mlp_dim,
-        "hidden_act": "silu", "rms_norm_eps": config.norm_eps, "tie_word_embeddings": False,
+        "hidden_act": "silu", "rms_norm_eps": config.norm_eps,
     }  # fmt: skip
 
 
@@ -225,5 +215,6 @@ KIMI_LINEAR = Family(
     "kimi_linear", ("mla", "kda"), of_type("kimi_linear"), _to_ours, _to_peer, rows,
     ("num_heads", "resolved_head_dim", "value_dim", "head_norm", "conv_width", "kda", "mla_sizes", "mla.q_lora_rank",
      "mla.rope_theta", "mla.norm_eps", "dense_width", "expert_form"),
-    older={r"\.self_attn\.conv1d\.weight$": _joined_convolutions, r"\.mlp\.experts\.gate_up_proj$": _joined_experts},
+    # Both as in transformers' module.
+    older={r"\.self_attn\.conv1d\.weight$": _joined_convolutions, JOINED_EXPERTS: joined_experts(in_layer)},
 )  # fmt: skip

@@ -21,6 +21,11 @@ MATTERS = (
 """`Family.matters` of such a hybrid."""
 
 
+def in_layer(name: str) -> str:
+    """The usual name of a tensor in a layer."""
+    return f"model.layers.{{n}}.{name}"
+
+
 def of_type(*kinds: str) -> Callable[[Mapping[str, object]], bool]:
     """`Family.is_mine` of a family that config.json names by its model_type."""
     return lambda given: given.get("model_type") in kinds
@@ -80,6 +85,20 @@ def joined_expert_rows(wide: str | tuple[str, ...], out: str | tuple[str, ...]) 
         Row(wide, "layers.mlp.wide", "e (p m) d -> e d p m", network="experts"),
         Row(out, "layers.mlp.out", "e d m -> e m d", network="experts"),
     ]
+
+
+def joined_experts(names: Names) -> Callable[[list[Row], ModelConfig], list[Row]]:
+    """`Family.older` of files where two tensors have the projections of all experts of a layer. names: of these."""
+
+    def changed(rows: list[Row], config: ModelConfig) -> list[Row]:
+        others = [row for row in rows if row.ours not in ("layers.mlp.wide", "layers.mlp.out")]
+        return others + joined_expert_rows(names("mlp.experts.gate_up_proj"), names("mlp.experts.down_proj"))
+
+    return changed
+
+
+JOINED_EXPERTS = r"\.mlp\.experts\.gate_up_proj$"
+"""Pattern of such a name."""
 
 
 def attention_rows(
@@ -187,15 +206,20 @@ def ranges(sizes: Mapping[str, int]) -> Iterator[tuple[str, slice]]:
         start += size
 
 
-def hybrid_fields(config: ModelConfig) -> dict[str, object]:
+def peer_frame(config: ModelConfig, kind: str, architecture: str) -> dict[str, object]:
+    """The fields that every config.json of transformers has."""
+    return {
+        "architectures": [architecture], "model_type": kind, "vocab_size": config.vocab_size, "hidden_size": config.dim,
+        "num_hidden_layers": config.num_layers, "tie_word_embeddings": config.tie_embeddings,
+    }  # fmt: skip
+
+
+def hybrid_fields(config: ModelConfig, kind: str, architecture: str) -> dict[str, object]:
     """The fields of config.json of a model with Gated DeltaNet and attention, in the words of Qwen3.5 and OLMo-Hybrid."""
     sizes = config.attention_sizes
-    kinds = {mixer: kind for kind, mixer in HYBRID.items()}
-    return {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.dim,
+    kinds = {mixer: name for name, mixer in HYBRID.items()}
+    return peer_frame(config, kind, architecture) | {
         "intermediate_size": config.resolved_mlp_dim,
-        "num_hidden_layers": config.num_layers,
         "layer_types": [kinds[config.pattern[n % len(config.pattern)]] for n in range(config.num_layers)],
         "num_attention_heads": sizes.heads,
         "num_key_value_heads": sizes.kv_heads,
@@ -207,5 +231,4 @@ def hybrid_fields(config: ModelConfig) -> dict[str, object]:
         "linear_conv_kernel_dim": config.conv_width,
         "rms_norm_eps": config.norm_eps,
         "hidden_act": "silu",
-        "tie_word_embeddings": config.tie_embeddings,
     }

@@ -3,38 +3,34 @@
 from collections.abc import Mapping
 
 from atlasjax.interop.family import Family, Fields, Sizes, mixer_pattern
-from atlasjax.interop.layers import ALL, attention_rows, head_row, of_type, rows_of
+from atlasjax.interop.layers import ALL, attention_rows, head_row, in_layer, mlp_rows, of_type, peer_frame, rows_of
 from atlasjax.interop.table import Row
 from atlasjax.nn import AttentionConfig, ModelConfig
 
 _NAME = "LFM2"
 _MIXER_OF = {"conv": "short_conv", "full_attention": "attention"}
-_ATTENTION_NAMES = {
+_NAMES = {
     "o_proj.weight": "out_proj.weight",
     "q_norm.weight": "q_layernorm.weight",
     "k_norm.weight": "k_layernorm.weight",
+    "feed_forward.gate_proj.weight": "feed_forward.w1.weight",
+    "feed_forward.up_proj.weight": "feed_forward.w3.weight",
+    "feed_forward.down_proj.weight": "feed_forward.w2.weight",
 }
-
-
-def _in_layer(name: str) -> str:
-    return f"model.layers.{{n}}.{name}"
 
 
 def rows(config: ModelConfig) -> list[Row]:
     """The table. The rows of the convolution's `in_proj` are B, C, z; the norm of the head is called that of the embedding."""
-    conv = rows_of(lambda name: _in_layer(f"conv.{name}"), ("short_conv",))
+    conv = rows_of(lambda name: in_layer(f"conv.{name}"), ("short_conv",))
     parts = [(n * config.dim, (n + 1) * config.dim) for n in range(3)]
-    network = lambda name: _in_layer(f"feed_forward.{name}.weight")
     return [
         *(conv("in_proj.weight", "inputs.kernel", "i d -> d i", (ALL, n), part) for n, part in enumerate(parts)),
         conv("conv.weight", "conv.kernel", "i (1) w -> w i"),
         conv("out_proj.weight", "out.kernel", "d i -> i d"),
-        *attention_rows(lambda name: _in_layer(f"self_attn.{_ATTENTION_NAMES.get(name, name)}"), config),
-        Row(_in_layer("operator_norm.weight"), "layers.mixer_norm.scale", "d -> d"),
-        Row(_in_layer("ffn_norm.weight"), "layers.mlp_norm.scale", "d -> d"),
-        Row(network("w1"), "layers.mlp.gate_and_wide.kernel", "m d -> d m", part=(ALL, 0)),
-        Row(network("w3"), "layers.mlp.gate_and_wide.kernel", "m d -> d m", part=(ALL, 1)),
-        Row(network("w2"), "layers.mlp.out.kernel", "d m -> m d"),
+        *attention_rows(lambda name: in_layer(f"self_attn.{_NAMES.get(name, name)}"), config),
+        Row(in_layer("operator_norm.weight"), "layers.mixer_norm.scale", "d -> d"),
+        Row(in_layer("ffn_norm.weight"), "layers.mlp_norm.scale", "d -> d"),
+        *mlp_rows(lambda name: in_layer(_NAMES[name]), "feed_forward"),
         Row("model.embed_tokens.weight", "embedding", "v d -> v d"),
         Row("model.embedding_norm.weight", "norm.scale", "d -> d"),
         head_row(config),
@@ -71,16 +67,13 @@ def _to_ours(given: Mapping[str, object], sizes: Sizes) -> ModelConfig:
     kinds = fields.strings("layer_types", layers, _MIXER_OF)
     if kinds is None:
         kinds = ["full_attention" if n in with_attention else "conv" for n in range(layers)]
-    outer, inside = fields.optional_number("rope_theta", default=1e6), fields.rotation()
-    theta = inside.optional_number("rope_theta", default=outer)
-    inside.done(())
     tied = fields.boolean("tie_word_embeddings", True)
     config = ModelConfig(
         mixer=mixer_pattern([_MIXER_OF[kind] for kind in kinds]), dim=dim, num_layers=layers, num_heads=heads,
         vocab_size=fields.integer("vocab_size", 65536), conv_width=fields.integer("conv_L_cache", 3),
         attention=AttentionConfig(
-            num_heads=heads, kv_heads=fields.integer("num_key_value_heads", 8), head_dim=size, value_dim=size, rope_theta=theta,
-            qk_norm="head",
+            num_heads=heads, kv_heads=fields.integer("num_key_value_heads", 8), head_dim=size, value_dim=size,
+            rope_theta=fields.theta(1e6), qk_norm="head",
         ),
         norm_eps=fields.number("norm_eps", default=1e-5), mlp_dim=_width(fields),
         tie_embeddings=fields.boolean("tie_embedding", tied), dtype=fields.dtype(),
@@ -91,14 +84,11 @@ def _to_ours(given: Mapping[str, object], sizes: Sizes) -> ModelConfig:
 
 def _to_peer(config: ModelConfig) -> dict[str, object]:
     sizes, kinds = config.attention_sizes, {mixer: kind for kind, mixer in _MIXER_OF.items()}
-    return {
-        "architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2",
-        "hidden_size": config.dim, "num_hidden_layers": config.num_layers, "vocab_size": config.vocab_size,
+    return peer_frame(config, "lfm2", "Lfm2ForCausalLM") | {
         "layer_types": [kinds[config.pattern[n % len(config.pattern)]] for n in range(config.num_layers)],
         "intermediate_size": config.resolved_mlp_dim, "block_auto_adjust_ff_dim": False, "norm_eps": config.norm_eps,
         "num_attention_heads": sizes.heads, "num_key_value_heads": sizes.kv_heads, "conv_L_cache": config.conv_width,
         "conv_bias": False, "rope_parameters": {"rope_type": "default", "rope_theta": config.attention.rope_theta or 1e6},
-        "tie_word_embeddings": config.tie_embeddings,
     }  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from atlasjax.check import is_integer
 from atlasjax.interop import layers
 from atlasjax.interop.family import Family, Fields, Sizes
-from atlasjax.interop.layers import MAMBA2_MATTERS, head_row, of_type, step_limit
+from atlasjax.interop.layers import MAMBA2_MATTERS, head_row, of_type, peer_frame, step_limit
 from atlasjax.interop.table import Row
 from atlasjax.nn import ModelConfig, SSMConfig
 
@@ -123,11 +123,8 @@ def _mamba2_from_transformers(given: Mapping[str, object], sizes: Sizes) -> Mode
     return config
 
 
-def _to_transformers(config: ModelConfig) -> dict[str, object]:
-    return {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.dim,
-        "num_hidden_layers": config.num_layers,
+def _to_transformers(config: ModelConfig, kind: str, architecture: str) -> dict[str, object]:
+    return peer_frame(config, kind, architecture) | {
         "state_size": config.ssm.state_dim,
         "expand": config.ssm_inner // config.dim,
         "conv_kernel": config.conv_width,
@@ -135,30 +132,25 @@ def _to_transformers(config: ModelConfig) -> dict[str, object]:
         "use_conv_bias": True,
         "hidden_act": "silu",
         "layer_norm_epsilon": config.norm_eps,
-        "tie_word_embeddings": config.tie_embeddings,
     }
 
 
-def _mamba_to_transformers(config: ModelConfig) -> dict[str, object]:
-    return {
-        "architectures": ["MambaForCausalLM"],
-        "model_type": "mamba",
-        **_to_transformers(config),
+def _mamba_to_transformers(
+    config: ModelConfig, kind: str = "mamba", architecture: str = "MambaForCausalLM"
+) -> dict[str, object]:
+    return _to_transformers(config, kind, architecture) | {
         "intermediate_size": config.ssm.expand * config.dim,
         "time_step_rank": config.resolved_dt_rank,
     }
 
 
 def _falcon_mamba_to_transformers(config: ModelConfig) -> dict[str, object]:
-    names = {"architectures": ["FalconMambaForCausalLM"], "model_type": "falcon_mamba"}
-    return _mamba_to_transformers(config) | names | {"mixer_rms_eps": config.ssm.selection_eps or 1e-6}
+    found = _mamba_to_transformers(config, "falcon_mamba", "FalconMambaForCausalLM")
+    return found | {"mixer_rms_eps": config.ssm.selection_eps or 1e-6}
 
 
 def _mamba2_to_transformers(config: ModelConfig) -> dict[str, object]:
-    return {
-        "architectures": ["Mamba2ForCausalLM"],
-        "model_type": "mamba2",
-        **_to_transformers(config),
+    return _to_transformers(config, "mamba2", "Mamba2ForCausalLM") | {
         "head_dim": config.ssm.head_dim,
         "num_heads": config.ssm_inner // config.ssm.head_dim,
         "n_groups": config.ssm.groups,

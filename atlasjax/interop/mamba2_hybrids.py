@@ -5,13 +5,15 @@ from collections.abc import Callable, Mapping
 
 from atlasjax.interop.family import Family, Fields, Sizes, mixer_pattern
 from atlasjax.interop.layers import (
-    ALL,
     MAMBA2_MATTERS,
     attention_rows,
     head_row,
+    in_layer,
     joined_expert_rows,
     mamba2_rows,
+    mlp_rows,
     of_type,
+    peer_frame,
     step_limit,
 )
 from atlasjax.interop.table import Row
@@ -19,11 +21,6 @@ from atlasjax.nn import AttentionConfig, ExpertsConfig, ModelConfig, MultiplierC
 
 _MIXER_OF = {"linear_attention": "mamba2", "mamba": "mamba2", "full_attention": "attention", "attention": "attention"}
 _GRANITE, _BAMBA = "Granite 4.0", "Bamba"
-
-
-def in_layer(name: str) -> str:
-    """The name of a tensor in a layer."""
-    return f"model.layers.{{n}}.{name}"
 
 
 def around_rows(config: ModelConfig) -> list[Row]:
@@ -65,12 +62,9 @@ def granite_rows(config: ModelConfig) -> list[Row]:
 
 def feed_forward_rows() -> list[Row]:
     """The feed-forward network and its norm in the words of Bamba and Falcon-H1, and the norm of the head."""
-    named = lambda name: in_layer(f"feed_forward.{name}_proj.weight")
     return [
         Row(in_layer("pre_ff_layernorm.weight"), "layers.mlp_norm.scale", "d -> d"),
-        Row(named("gate"), "layers.mlp.gate_and_wide.kernel", "m d -> d m", part=(ALL, 0)),
-        Row(named("up"), "layers.mlp.gate_and_wide.kernel", "m d -> d m", part=(ALL, 1)),
-        Row(named("down"), "layers.mlp.out.kernel", "d m -> m d"),
+        *mlp_rows(in_layer, "feed_forward"),
         Row("model.final_layernorm.weight", "norm.scale", "d -> d"),
     ]
 
@@ -126,14 +120,12 @@ def _model(
     )  # fmt: skip
 
 
-def _fields(config: ModelConfig) -> dict[str, object]:
+def _fields(config: ModelConfig, kind: str, architecture: str) -> dict[str, object]:
     """The fields of config.json that both families have."""
     sizes = config.attention_sizes
-    return {
-        "hidden_size": config.dim, "num_hidden_layers": config.num_layers, "vocab_size": config.vocab_size,
+    return peer_frame(config, kind, architecture) | {
         "num_attention_heads": sizes.heads, "num_key_value_heads": sizes.kv_heads, "attention_bias": False, "hidden_act": "silu",
         "mamba_expand": config.ssm_inner // config.dim, **mamba2_fields(config), "rms_norm_eps": config.norm_eps,
-        "tie_word_embeddings": config.tie_embeddings,
     }  # fmt: skip
 
 
@@ -151,10 +143,7 @@ def _granite_kinds(fields: Fields, layers: int) -> list[str]:
 def _granite_attention(fields: Fields, size: int) -> dict[str, object]:
     """Without rotation unless the config asks for it, with a scale of its own."""
     rotated = fields.require("position_embedding_type", None, "nope", "rope") == "rope"
-    inside = fields.rotation()
-    outer = fields.optional_number("rope_theta", default=1e4)
-    theta = inside.optional_number("rope_theta", default=outer)
-    inside.done(())
+    theta = fields.theta(1e4)
     return {
         "rope_theta": theta if rotated else None, "scale": fields.number("attention_multiplier", default=1.0)
     }  # fmt: skip
@@ -198,8 +187,7 @@ def _granite_to_peer(config: ModelConfig) -> dict[str, object]:
     theta, scale = config.attention.rope_theta, config.attention.scale
     experts, shared = config.expert_form, config.resolved_mlp_dim
     number, chosen, width = (0, 0, shared) if experts is None else (experts.number, experts.per_token, experts.width)
-    return _fields(config) | {
-        "architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid",
+    return _fields(config, "granitemoehybrid", "GraniteMoeHybridForCausalLM") | {
         "layer_types": [kinds[kind] for kind in _layer_kinds(config)],
         "num_local_experts": number, "num_experts_per_tok": chosen, "intermediate_size": width,
         "shared_intermediate_size": shared if experts is None else experts.shared_width or 1,
@@ -237,8 +225,8 @@ def _bamba_to_ours(given: Mapping[str, object], sizes: Sizes) -> ModelConfig:
 
 
 def _bamba_to_peer(config: ModelConfig) -> dict[str, object]:
-    return _fields(config) | {
-        "architectures": ["BambaForCausalLM"], "model_type": "bamba", "intermediate_size": config.resolved_mlp_dim,
+    return _fields(config, "bamba", "BambaForCausalLM") | {
+        "intermediate_size": config.resolved_mlp_dim,
         "attn_layer_indices": [n for n, kind in enumerate(_layer_kinds(config)) if kind == "attention"],
         "rope_parameters": {
             "rope_type": "default", "rope_theta": config.attention.rope_theta or 1e4, "partial_rotary_factor": 0.5

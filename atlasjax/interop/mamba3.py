@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from atlasjax.interop.family import Family, Fields, Sizes
 from atlasjax.interop.fla import GENERATION
-from atlasjax.interop.layers import ALL, of_type, rows_of
+from atlasjax.interop.layers import ALL, of_type, peer_frame, rows_of
 from atlasjax.interop.mamba import backbone_rows, in_mixer
 from atlasjax.interop.table import Row
 from atlasjax.nn import Mamba3Config, ModelConfig, SSMConfig
@@ -73,12 +73,9 @@ def _to_ours(given: Mapping[str, object], sizes: Sizes) -> ModelConfig:
 def _to_peer(config: ModelConfig) -> dict[str, object]:
     ssm, own = config.ssm, config.mamba3
     rank = {"is_mimo": True, "mimo_rank": own.rank} if own.rank > 1 else {"is_mimo": False}
-    return rank | {
-        "architectures": ["Mamba3ForCausalLM"],
-        "model_type": "mamba3",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.dim,
-        "num_hidden_layers": config.num_layers,
+    return {
+        **peer_frame(config, "mamba3", "Mamba3ForCausalLM"),
+        **rank,
         "state_size": ssm.state_dim,
         "expand": ssm.expand,
         "head_dim": ssm.head_dim,
@@ -86,7 +83,6 @@ def _to_peer(config: ModelConfig) -> dict[str, object]:
         "rope_fraction": own.rope_fraction,
         "is_outproj_norm": own.output_norm,
         "norm_eps": config.norm_eps,
-        "tie_word_embeddings": config.tie_embeddings,
     }
 
 

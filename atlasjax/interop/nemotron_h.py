@@ -15,6 +15,7 @@ from atlasjax.interop.layers import (
     head_row,
     mamba2_rows,
     of_type,
+    peer_frame,
     router_rows,
 )
 from atlasjax.interop.table import Row
@@ -175,16 +176,13 @@ def _to_peer(config: ModelConfig) -> dict[str, object]:
         "moe_shared_expert_intermediate_size": given.shared_width, "n_shared_experts": 1, "norm_topk_prob": given.normalize,
         "routed_scaling_factor": given.scale, "n_group": given.groups, "topk_group": given.top_groups,
     }  # fmt: skip
-    return {
-        **experts,
-        "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "layers_block_type": blocks,
-        "hidden_size": config.dim, "num_hidden_layers": len(blocks), "vocab_size": config.vocab_size,
+    return peer_frame(config, "nemotron_h", "NemotronHForCausalLM") | experts | {
+        "layers_block_type": blocks, "num_hidden_layers": len(blocks),
         "num_attention_heads": sizes.heads, "num_key_value_heads": sizes.kv_heads, "head_dim": sizes.key_dim,
         "intermediate_size": config.resolved_mlp_dim, "mlp_hidden_act": "relu2", "mamba_hidden_act": "silu",
         "mamba_num_heads": config.ssm_inner // config.ssm.head_dim, "mamba_head_dim": config.ssm.head_dim,
         "ssm_state_size": config.ssm.state_dim, "n_groups": config.ssm.groups, "conv_kernel": config.conv_width,
         "time_step_min": config.ssm.least_step, "layer_norm_epsilon": config.norm_eps,
-        "tie_word_embeddings": config.tie_embeddings,
     }  # fmt: skip
 
 

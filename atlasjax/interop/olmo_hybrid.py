@@ -14,6 +14,7 @@ from atlasjax.interop.layers import (
     gate_rows,
     head_row,
     hybrid_fields,
+    in_layer,
     input_rows,
     mlp_rows,
     of_type,
@@ -29,18 +30,14 @@ _BLOCK_OF = {"gated_deltanet": "pre_norm", "attention": "post_norm"}
 _HEAD_EPS = 1e-5  # of the norm of the heads of Gated DeltaNet, whatever config.json says
 
 
-def _in_layer(name: str) -> str:
-    return f"model.layers.{{n}}.{name}"
-
-
 def _in_delta(name: str) -> str:
-    return _in_layer(f"linear_attn.{name}")
+    return in_layer(f"linear_attn.{name}")
 
 
 def rows(config: ModelConfig) -> list[Row]:
     """The table."""
     norm = lambda names, ours, mixers: Row(
-        tuple(_in_layer(f"{name}.weight") for name in names), f"layers.{ours}.scale", "d -> d", mixers=mixers
+        tuple(in_layer(f"{name}.weight") for name in names), f"layers.{ours}.scale", "d -> d", mixers=mixers
     )
     delta = rows_of(_in_delta, _DELTA)
     return [
@@ -49,12 +46,12 @@ def rows(config: ModelConfig) -> list[Row]:
         norm(("feedforward_layer_norm", "post_attention_layernorm"), "mlp_norm", _DELTA),
         norm(("post_attention_layernorm", "feedforward_layer_norm"), "mixer_norm", _ATTENTION),
         norm(("post_feedforward_layernorm",), "mlp_norm", _ATTENTION),
-        *mlp_rows(_in_layer),
+        *mlp_rows(in_layer),
         *input_rows(_in_delta, config, *_DELTA, "qkvg", groups=config.value_heads // config.num_heads),
         *gate_rows(_in_delta),
         delta("o_norm.weight", "norm.scale", "k -> k"),
         delta("o_proj.weight", "out.kernel", "d i -> i d"),
-        *attention_rows(lambda name: _in_layer(f"self_attn.{name}"), config),
+        *attention_rows(lambda name: in_layer(f"self_attn.{name}"), config),
         Row("model.norm.weight", "norm.scale", "d -> d"),
         head_row(config),
     ]
@@ -96,7 +93,7 @@ def _to_ours(given: Mapping[str, object], sizes: Sizes) -> ModelConfig:
             kv_heads=fields.integer("num_key_value_heads", heads),
             head_dim=size,
             value_dim=size,
-            rope_theta=_theta(fields),
+            rope_theta=fields.theta(),  # None without rotation, as in the public models
             qk_norm="all",
             bias=fields.boolean("attention_bias", False),
         ),
@@ -117,19 +114,8 @@ def _layer_types(fields: Fields, layers: int) -> list[str]:
     return kinds if "full_attention" in kinds else [*kinds[:-1], "full_attention"]
 
 
-def _theta(fields: Fields) -> float | None:
-    """Base of the wavelengths; None without rotation, as in the public models."""
-    outer = fields.optional_number("rope_theta")  # where older versions have it
-    inside = fields.rotation()
-    theta = inside.optional_number("rope_theta", default=outer)
-    inside.done(())
-    return theta
-
-
 def _to_peer(config: ModelConfig) -> dict[str, object]:
-    return hybrid_fields(config) | {
-        "architectures": ["OlmoHybridForCausalLM"],
-        "model_type": "olmo_hybrid",
+    return hybrid_fields(config, "olmo_hybrid", "OlmoHybridForCausalLM") | {
         "linear_allow_neg_eigval": config.gated_deltanet.negative_eigenvalues,
         # Not null, for which transformers takes its default base: a base that is null is no rotation.
         "rope_parameters": {"rope_type": "default", "rope_theta": config.attention.rope_theta},

@@ -206,13 +206,13 @@ def _positions(fields: Fields) -> tuple[float, float]:
 
 
 def _to_peer(config: ModelConfig) -> dict[str, object]:
-    return peer_fields(config) | {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"}
+    return peer_fields(config, "qwen3_5_text", "Qwen3_5ForCausalLM")
 
 
-def peer_fields(config: ModelConfig) -> dict[str, object]:
-    """The fields of config.json, except for those of the networks and the name of the family."""
+def peer_fields(config: ModelConfig, kind: str, architecture: str) -> dict[str, object]:
+    """The fields of config.json, except for those of the networks."""
     size = config.attention_sizes.key_dim
-    return hybrid_fields(config) | {
+    return hybrid_fields(config, kind, architecture) | {
         "head_dim": size,
         "rope_parameters": {
             "rope_type": "default",

@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping
 from atlasjax.interop.family import Family, Fields, Sizes
 from atlasjax.interop.layers import (
     ALL,
+    JOINED_EXPERTS,
     MATTERS,
     expert_rows,
-    joined_expert_rows,
+    joined_experts,
     mlp_rows,
     of_type,
     rows_of,
@@ -31,7 +32,6 @@ from atlasjax.interop.unused import ROTARY
 from atlasjax.nn import ExpertsConfig, ModelConfig
 
 _MIXERS = ("gated_deltanet", "attention")
-_JOINED = r"\.mlp\.experts\.gate_up_proj$"  # of files whose experts are in two tensors
 
 
 def _network_rows(config: ModelConfig) -> list[Row]:
@@ -47,12 +47,6 @@ def _network_rows(config: ModelConfig) -> list[Row]:
         row(in_layer("mlp.gate.weight"), "layers.mlp.router.kernel", "e d -> d e"),
         row(in_layer("mlp.shared_expert_gate.weight"), "layers.mlp.shared_gate.kernel", "o d -> d o"),
     ]
-
-
-def _joined(rows: list[Row], config: ModelConfig) -> list[Row]:
-    """The table of files with two tensors for all experts of a layer."""
-    others = [row for row in rows if row.ours not in ("layers.mlp.wide", "layers.mlp.out")]
-    return others + joined_expert_rows(in_layer("mlp.experts.gate_up_proj"), in_layer("mlp.experts.down_proj"))
 
 
 def _next_delta_rows(config: ModelConfig) -> list[Row]:
@@ -121,15 +115,13 @@ def _expert_fields(config: ModelConfig) -> dict[str, object]:
 
 
 def _to_peer(config: ModelConfig) -> dict[str, object]:
-    return peer_fields(config) | _expert_fields(config) | {
-        "architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text",
-    }  # fmt: skip
+    return peer_fields(config, "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM") | _expert_fields(config)
 
 
 def _next_to_peer(config: ModelConfig) -> dict[str, object]:
     kinds = [config.ffns[n % len(config.pattern)] for n in range(config.num_layers)]
-    return peer_fields(config) | _expert_fields(config) | {
-        "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "norm_topk_prob": config.experts.normalize,
+    return peer_fields(config, "qwen3_next", "Qwen3NextForCausalLM") | _expert_fields(config) | {
+        "norm_topk_prob": config.experts.normalize,
         "decoder_sparse_step": 1, "mlp_only_layers": [n for n, kind in enumerate(kinds) if kind != "experts"],
     }  # fmt: skip
 
@@ -149,7 +141,7 @@ def _family(
         MATTERS,
         kept=KEPT,
         unused=(ROTARY,),
-        older={_JOINED: _joined},
+        older={JOINED_EXPERTS: joined_experts(in_layer)},
     )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from atlasjax.interop.family import Family, Fields, Sizes
 from atlasjax.interop.fla import GENERATION
-from atlasjax.interop.layers import head_row, of_type
+from atlasjax.interop.layers import head_row, of_type, peer_frame
 from atlasjax.interop.table import Row
 from atlasjax.nn import ModelConfig, RWKV7Config
 from atlasjax.train.errors import ConfigError
@@ -134,12 +134,7 @@ def _value_expansion(fields: Fields, given: Mapping[str, object], dim: int, laye
 
 def _to_peer(config: ModelConfig) -> dict[str, object]:
     decay_rank, rate_rank, gate_rank, value_rank = config.rwkv7_ranks
-    return {
-        "architectures": ["RWKV7ForCausalLM"],
-        "model_type": "rwkv7",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.dim,
-        "num_hidden_layers": config.num_layers,
+    return peer_frame(config, "rwkv7", "RWKV7ForCausalLM") | {
         "num_heads": config.num_heads,
         "head_dim": config.resolved_head_dim,
         "value_dim": [config.num_heads * config.value_dim] * config.num_layers,
@@ -153,7 +148,6 @@ def _to_peer(config: ModelConfig) -> dict[str, object]:
         "norm_bias": True,
         "norm_eps": config.norm_eps,
         "fuse_norm": config.rwkv7.key_eps != _EPS,
-        "tie_word_embeddings": config.tie_embeddings,
     }
 
 
