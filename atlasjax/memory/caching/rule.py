@@ -12,7 +12,6 @@ from atlasjax.memory.caching.sequence_parallel import scan_part
 from atlasjax.memory.caching.spec import CachedSpec
 from atlasjax.memory.caching.state import CachedState
 from atlasjax.memory.caching.step import xla_step, xla_step_layer
-from atlasjax.memory.gates import Gates
 from atlasjax.memory.rule import Params, ScanCall
 from atlasjax.memory.tokens import Tokens
 
@@ -53,11 +52,8 @@ class CachedRule(CachedSpec[Params]):
         that softmax memories do not support, or a rule of your own whose `scan` does not take `lengths`.
     """
 
-    def init_state(self, params: Params, *, batch_size: int, max_length: int | None = None) -> CachedState:
-        return init.init_state(self, params, batch_size=batch_size, max_length=max_length)
-
-    def check_read_gates(self, q: Float[Array, "*tokens heads key_dim"], gates: Gates, where: str) -> None:
-        check_read_gates(self, q, gates, where)
+    # The functions of this package, with the rule as their first argument.
+    init_state, check_read_gates, step_token_in_layer = init.init_state, check_read_gates, xla_step_layer
 
     def check_state(self, params: Params, state: CachedState, batch: int, heads: int, where: str) -> None:
         check_capacity(self, state, where)
@@ -96,11 +92,6 @@ class CachedRule(CachedSpec[Params]):
     ) -> tuple[Float[Array, "batch heads value_dim"], CachedState]:
         """`memory.step`: one step of the inner rule and one read of the cache (with "ssc", of top_k memories)."""
         return xla_step(self, params, state, tokens)
-
-    def step_token_in_layer(
-        self, params: Params, states: CachedState, layer: Int[Array, ""], tokens: Tokens
-    ) -> tuple[Float[Array, "batch heads value_dim"], CachedState]:
-        return xla_step_layer(self, params, states, layer, tokens)
 
     def read(
         self,

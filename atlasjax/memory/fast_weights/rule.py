@@ -1,25 +1,18 @@
 """`MemoryRule`: how a `MemorySpec` is initialized, scanned, stepped and read, by the modules of this package."""
 
-from collections.abc import Sequence
-
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from atlasjax.memory.fast_weights import init
-from atlasjax.memory.fast_weights.chunk import Soup
 from atlasjax.memory.fast_weights.read import read_cached, read_mixed, read_state, residual
 from atlasjax.memory.fast_weights.reference import read_weights, reference_scan
 from atlasjax.memory.fast_weights.scan import xla_scan
 from atlasjax.memory.fast_weights.sequence_parallel import scan_part
 from atlasjax.memory.fast_weights.spec import MemorySpec
-from atlasjax.memory.fast_weights.state import MemoryParams, MemoryState, soup
+from atlasjax.memory.fast_weights.state import MemoryParams, soup
 from atlasjax.memory.fast_weights.step import xla_step, xla_step_layer
 from atlasjax.memory.fast_weights.suggested import has_steps_of_one_size, suggested_steps
-from atlasjax.memory.gates import Weights
 from atlasjax.memory.part_checks import check_parts
-from atlasjax.memory.rule import ScanCall, Sizes
-from atlasjax.memory.tokens import Tokens
+from atlasjax.memory.rule import Sizes
 
 
 class MemoryRule(MemorySpec):
@@ -51,58 +44,13 @@ class MemoryRule(MemorySpec):
       ValueError: incompatible choices. The message names both.
     """
 
-    def soup(self, states: Sequence[MemoryState], weights: Float[Array, " states"]) -> MemoryState:
-        return soup(states, weights)
-
-    def init_params(self, key: PRNGKeyArray, *, num_heads: int, key_dim: int, value_dim: int) -> MemoryParams:
-        return init.init_params(self, key, num_heads=num_heads, key_dim=key_dim, value_dim=value_dim)
-
-    def init_state(self, params: MemoryParams, *, batch_size: int, max_length: int | None = None) -> MemoryState:
-        return init.init_state(self, params, batch_size=batch_size, max_length=max_length)
-
-    def check_params(self, params: MemoryParams, where: str) -> None:
-        init.check_params(self, params, where)
-
-    def scan_tokens(
-        self,
-        params: MemoryParams,
-        state: MemoryState | None,
-        tokens: Tokens,
-        max_segments: int | None,
-        lengths: Int[Array, " batch"] | None,
-        soup: Soup | None = None,
-    ) -> tuple[Float[Array, "batch time heads value_dim"], MemoryState]:
-        return xla_scan(self, params, state, tokens, max_segments, lengths=lengths, soup=soup)
-
-    def scan_tokens_part(
-        self,
-        axes: tuple[str, ...],
-        run: ScanCall[MemoryParams, MemoryState],
-        params: MemoryParams,
-        state: MemoryState | None,
-        tokens: Tokens,
-    ) -> tuple[Float[Array, "batch time heads value_dim"], MemoryState]:
-        return scan_part(self, axes, run, params, state, tokens)
-
-    def step_token(
-        self, params: MemoryParams, state: MemoryState, tokens: Tokens, soup: Soup | None = None
-    ) -> tuple[Float[Array, "batch heads value_dim"], MemoryState]:
-        return xla_step(self, params, state, tokens, soup=soup)
-
-    def step_token_in_layer(
-        self, params: MemoryParams, states: MemoryState, layer: Int[Array, ""], tokens: Tokens
-    ) -> tuple[Float[Array, "batch heads value_dim"], MemoryState]:
-        return xla_step_layer(self, params, states, layer, tokens)
-
-    def read(
-        self, params: MemoryParams, state: MemoryState, q: Float[Array, "batch time heads key_dim"]
-    ) -> Float[Array, "batch time heads value_dim"]:
-        return read_state(self, params, state, q)
-
-    def reference_tokens(
-        self, params: MemoryParams, state: MemoryState | None, tokens: Tokens
-    ) -> tuple[Float[Array, "batch time heads value_dim"], MemoryState]:
-        return reference_scan(self, params, state, tokens)
+    # The functions of this package, with the rule as their first argument.
+    init_params, init_state, check_params = init.init_params, init.init_state, init.check_params
+    scan_tokens, scan_tokens_part, reference_tokens = xla_scan, scan_part, reference_scan
+    step_token, step_token_in_layer = xla_step, xla_step_layer
+    read, reference_read, residual = read_state, read_weights, residual
+    read_cached, read_mixed = read_cached, read_mixed
+    soup = staticmethod(soup)
 
     def sizes(self, params: MemoryParams) -> Sizes:
         outermost = next(iter(self.structure.weight_shapes(1, 1)))
@@ -125,27 +73,3 @@ class MemoryRule(MemorySpec):
     ) -> tuple[np.ndarray, float]:
         check_parts(self, key_dim, value_dim)  # a model asks for them before it creates the parameters
         return suggested_steps(self, key_dim, value_dim, forgetting, momentum_decay, window_weights, similar_keys)
-
-    def read_cached(
-        self, dtype: jnp.dtype, params: MemoryParams, weights: Weights, q: Float[Array, "time key_dim"]
-    ) -> Float[Array, "time value_dim"]:
-        return read_cached(self, dtype, params, weights, q)
-
-    def read_mixed(
-        self,
-        dtype: jnp.dtype,
-        params: MemoryParams,
-        weights: Weights,
-        q: Float[Array, "time key_dim"],
-        gamma: Float[Array, "time memories"],
-    ) -> Float[Array, "time value_dim"]:
-        """`read_cached` for a soup of several memories of one head: weights [memories, out, in]."""
-        return read_mixed(self, dtype, params, weights, q, gamma)
-
-    def reference_read(
-        self, params: MemoryParams, weights: Weights, x: Float[Array, " key_dim"]
-    ) -> Float[Array, " value_dim"]:
-        return read_weights(self, params, weights, x)
-
-    def residual(self, params: MemoryParams, q: Float[Array, "... key_dim"]) -> Float[Array, "... value_dim"] | None:
-        return residual(self, params, q)

@@ -27,8 +27,8 @@ def xla_scan(
     state: MemoryState | None,
     tokens: Tokens,
     max_segments: int | None = None,
-    *,
     lengths: jax.Array | None = None,
+    *,
     soup: Soup | None = None,
     by_kernel: bool = False,
 ) -> tuple[jax.Array, MemoryState]:

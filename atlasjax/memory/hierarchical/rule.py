@@ -1,6 +1,6 @@
 """`HierarchicalRule`: how a `HierarchicalSpec` is initialized, scanned, stepped and read, by the modules of this package."""
 
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int
 
 from atlasjax.memory.check import check_range
 from atlasjax.memory.hierarchical import init
@@ -42,16 +42,18 @@ class HierarchicalRule(HierarchicalSpec):
       ValueError: a rule without chunks or with a state that grows, or a number that is out of range or not a multiple.
     """
 
-    def init_params(self, key: PRNGKeyArray, *, num_heads: int, key_dim: int, value_dim: int) -> HierarchicalParams:
-        return init.init_params(self, key, num_heads=num_heads, key_dim=key_dim, value_dim=value_dim)
+    # The functions of this package, with the rule as their first argument.
+    init_params, check_params, step_token, reference_tokens = (
+        init.init_params,
+        init.check_params,
+        xla_step,
+        reference_scan,
+    )
 
     def init_state(
         self, params: HierarchicalParams, *, batch_size: int, max_length: int | None = None
     ) -> HierarchicalState:
         return init.init_state(self, params, batch_size)
-
-    def check_params(self, params: HierarchicalParams, where: str) -> None:
-        init.check_params(self, params, where)
 
     def check_state(
         self, params: HierarchicalParams, state: HierarchicalState, batch: int, heads: int, where: str
@@ -76,18 +78,8 @@ class HierarchicalRule(HierarchicalSpec):
             raise TypeError("HierarchicalRule.scan: lengths is only for the rule inside another one.")
         return xla_scan(self, params, state, tokens, max_segments)
 
-    def step_token(
-        self, params: HierarchicalParams, state: HierarchicalState, tokens: Tokens
-    ) -> tuple[Float[Array, "batch heads value_dim"], HierarchicalState]:
-        return xla_step(self, params, state, tokens)
-
     def read(
         self, params: HierarchicalParams, state: HierarchicalState, q: Float[Array, "batch time heads key_dim"]
     ) -> Float[Array, "batch time heads value_dim"]:
         """`memory.read`: a read as by the last token, with P after it."""
         return read_state(self, params, state, q)
-
-    def reference_tokens(
-        self, params: HierarchicalParams, state: HierarchicalState | None, tokens: Tokens
-    ) -> tuple[Float[Array, "batch time heads value_dim"], HierarchicalState]:
-        return reference_scan(self, params, state, tokens)

@@ -1,6 +1,6 @@
 """`LargeChunkRule`: how a `LargeChunkSpec` is initialized, scanned, stepped and read, by the modules of this package."""
 
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from atlasjax.memory.check import check_range
 from atlasjax.memory.fast_weights import init as parameters
@@ -61,8 +61,9 @@ class LargeChunkRule(LargeChunkSpec):
         """M_0 of each head, by the structure. A `MemoryParams`, as of a `MemoryRule`."""
         return parameters.init_params(self, key, num_heads=num_heads, key_dim=key_dim, value_dim=value_dim)
 
-    def check_params(self, params: MemoryParams, where: str) -> None:
-        parameters.check_params(self, params, where)
+    # The functions of this package, with the rule as their first argument.
+    check_params, scan_tokens, reference_tokens = parameters.check_params, xla_scan, reference_scan
+    step_token, step_token_in_layer, read = xla_step, xla_step_layer, read_state
 
     def check_state(self, params: MemoryParams, state: LargeChunkState, batch: int, heads: int, where: str) -> None:
         super().check_state(params, state, batch, heads, where)
@@ -77,16 +78,6 @@ class LargeChunkRule(LargeChunkSpec):
         """A fresh memory. `max_length` has no effect, because the size of the state does not depend on the number of tokens."""
         return init.init_state(self, params, batch_size)
 
-    def scan_tokens(
-        self,
-        params: MemoryParams,
-        state: LargeChunkState | None,
-        tokens: Tokens,
-        max_segments: int | None,
-        lengths: Int[Array, " batch"] | None,
-    ) -> tuple[Float[Array, "batch time heads value_dim"], LargeChunkState]:
-        return xla_scan(self, params, state, tokens, max_segments, lengths)
-
     def scan_tokens_part(
         self,
         axes: tuple[str, ...],
@@ -100,23 +91,3 @@ class LargeChunkRule(LargeChunkSpec):
                 "Partition: time divides the tokens of a LargeChunkRule only from a fresh memory; state must be None."
             )
         return scan_part(self, axes, params, tokens)
-
-    def step_token(
-        self, params: MemoryParams, state: LargeChunkState, tokens: Tokens
-    ) -> tuple[Float[Array, "batch heads value_dim"], LargeChunkState]:
-        return xla_step(self, params, state, tokens)
-
-    def step_token_in_layer(
-        self, params: MemoryParams, states: LargeChunkState, layer: Int[Array, ""], tokens: Tokens
-    ) -> tuple[Float[Array, "batch heads value_dim"], LargeChunkState]:
-        return xla_step_layer(self, params, states, layer, tokens)
-
-    def read(
-        self, params: MemoryParams, state: LargeChunkState, q: Float[Array, "batch time heads key_dim"]
-    ) -> Float[Array, "batch time heads value_dim"]:
-        return read_state(self, params, state, q)
-
-    def reference_tokens(
-        self, params: MemoryParams, state: LargeChunkState | None, tokens: Tokens
-    ) -> tuple[Float[Array, "batch time heads value_dim"], LargeChunkState]:
-        return reference_scan(self, params, state, tokens)

@@ -1,9 +1,7 @@
 """`MesaRule`: how a `MesaSpec` is initialized, scanned, stepped and read, by the modules of this package."""
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from atlasjax.memory.gates import Weights
 from atlasjax.memory.mesa import init
 from atlasjax.memory.mesa.reference import reference_scan
 from atlasjax.memory.mesa.scan import read_cached, read_state, xla_scan, xla_step
@@ -63,22 +61,6 @@ class MesaRule(MesaSpec):
         """`memory.scan`. Any number of segments fits: `max_segments` has no effect."""
         return xla_scan(self, params, state, tokens, lengths)
 
-    def step_token(
-        self, params: MesaParams, state: MesaState, tokens: Tokens
-    ) -> tuple[Float[Array, "batch heads value_dim"], MesaState]:
-        return xla_step(self, params, state, tokens)
-
-    def read(
-        self, params: MesaParams, state: MesaState, q: Float[Array, "batch time heads key_dim"]
-    ) -> Float[Array, "batch time heads value_dim"]:
-        return read_state(self, params, state, q)
-
-    def reference_tokens(
-        self, params: MesaParams, state: MesaState | None, tokens: Tokens
-    ) -> tuple[Float[Array, "batch time heads value_dim"], MesaState]:
-        return reference_scan(self, params, state, tokens)
-
-    def read_cached(
-        self, dtype: jnp.dtype, params: MesaParams, weights: Weights, q: Float[Array, "time key_dim"]
-    ) -> Float[Array, "time value_dim"]:
-        return read_cached(self, dtype, params, weights, q)
+    # The functions of this package, with the rule as their first argument.
+    step_token, read, read_cached = xla_step, read_state, read_cached
+    reference_tokens = reference_scan

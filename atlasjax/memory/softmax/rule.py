@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float
 
 from atlasjax.memory.gates import Weights
 from atlasjax.memory.softmax import init
@@ -13,7 +13,6 @@ from atlasjax.memory.softmax.spec import SoftmaxSpec
 from atlasjax.memory.softmax.state import SoftmaxParams, SoftmaxState
 from atlasjax.memory.softmax.step import xla_step, xla_step_layer
 from atlasjax.memory.softmax.suggested import start_scale, suggested_steps
-from atlasjax.memory.tokens import Tokens
 
 
 class SoftmaxRule(SoftmaxSpec):
@@ -57,53 +56,16 @@ class SoftmaxRule(SoftmaxSpec):
       ValueError: an unsupported choice, which the message names, or a window larger than the cache.
     """
 
-    def init_params(self, key: PRNGKeyArray, *, num_heads: int, key_dim: int, value_dim: int) -> SoftmaxParams:
-        return init.init_params(self, key, num_heads=num_heads, key_dim=key_dim, value_dim=value_dim)
-
-    def init_state(self, params: SoftmaxParams, *, batch_size: int, max_length: int | None = None) -> SoftmaxState:
-        return init.init_state(self, params, batch_size=batch_size, max_length=max_length)
-
-    def check_params(self, params: SoftmaxParams, where: str) -> None:
-        init.check_params(self, params, where)
-
-    def scan_tokens(
-        self,
-        params: SoftmaxParams,
-        state: SoftmaxState | None,
-        tokens: Tokens,
-        max_segments: int | None,
-        lengths: Int[Array, " batch"] | None,
-    ) -> tuple[Float[Array, "batch time heads value_dim"], SoftmaxState]:
-        return xla_scan(self, params, state, tokens, max_segments, lengths)
-
-    def step_token(
-        self, params: SoftmaxParams, state: SoftmaxState, tokens: Tokens
-    ) -> tuple[Float[Array, "batch heads value_dim"], SoftmaxState]:
-        return xla_step(self, params, state, tokens)
-
-    def step_token_in_layer(
-        self, params: SoftmaxParams, states: SoftmaxState, layer: Int[Array, ""], tokens: Tokens
-    ) -> tuple[Float[Array, "batch heads value_dim"], SoftmaxState]:
-        return xla_step_layer(self, params, states, layer, tokens)
-
-    def read(
-        self, params: SoftmaxParams, state: SoftmaxState, q: Float[Array, "batch time heads key_dim"]
-    ) -> Float[Array, "batch time heads value_dim"]:
-        return read_state(self, params, state, q)
-
-    def reference_tokens(
-        self, params: SoftmaxParams, state: SoftmaxState | None, tokens: Tokens
-    ) -> tuple[Float[Array, "batch time heads value_dim"], SoftmaxState]:
-        return reference_scan(self, params, state, tokens)
+    # The functions of this package, with the rule as their first argument.
+    init_params, init_state, check_params = init.init_params, init.init_state, init.check_params
+    scan_tokens, step_token, step_token_in_layer = xla_scan, xla_step, xla_step_layer
+    read, reference_tokens, start_scale = read_state, reference_scan, start_scale
 
     def suggested_steps(
         self, key_dim: int, value_dim: int, forgetting: np.ndarray, momentum_decay: np.ndarray, window_weights: np.ndarray,
         similar_keys: bool,
     ) -> tuple[np.ndarray, float]:  # fmt: skip
         return suggested_steps(self, forgetting, momentum_decay, window_weights)
-
-    def start_scale(self, step_size: np.ndarray) -> np.ndarray:
-        return start_scale(self, step_size)
 
     def cached_weights(self, state: SoftmaxState) -> Weights:
         return cached_weights(state)
