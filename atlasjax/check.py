@@ -3,9 +3,10 @@
 A number is an int or a float. A bool counts as neither an integer nor a number.
 """
 
+import functools
 import math
 from collections.abc import Iterable, Mapping
-from typing import TypeGuard, get_args
+from typing import Literal, TypeGuard, get_args, get_origin, get_type_hints
 
 from atlasjax.names import lookup
 
@@ -108,6 +109,30 @@ def choice(owner: str, name: str, value: object, choices: Iterable[object]) -> N
     known = tuple(choices)
     if value not in known:
         raise ValueError(f"{owner}: {name} must be {' or '.join(map(repr, known))}, got {shown(value)}.")
+
+
+def declared(config: object) -> None:
+    """Raise ValueError unless the fields of a config that are annotated as bool or as a Literal, or None, have such a value."""
+    owner = type(config).__name__
+    kind: type = type(config)
+    for name, choices in _declared(kind).items():
+        if choices is None:
+            boolean(owner, name, getattr(config, name))
+        else:
+            choice(owner, name, getattr(config, name), choices)
+
+
+@functools.cache
+def _declared(config: type) -> dict[str, tuple[object, ...] | None]:
+    """The values of the fields that are annotated as a Literal; None for bool."""
+    found: dict[str, tuple[object, ...] | None] = {}
+    for name, kind in get_type_hints(config).items():
+        parts = (kind,) if get_origin(kind) is Literal else get_args(kind)
+        if kind is bool:
+            found[name] = None
+        elif any(get_origin(part) is Literal for part in parts):
+            found[name] = tuple(one for part in parts for one in get_args(part) or (None,))
+    return found
 
 
 def literal(kind: str, value: str, choices: object) -> None:

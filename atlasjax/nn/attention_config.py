@@ -62,10 +62,7 @@ class AttentionConfig:
         check.integers(self, {**dict.fromkeys(optional, 1), "persistent_tokens": 0, "segment_size": 1}, optional)
         check.number("AttentionConfig", "rope_theta", self.rope_theta, above=0, optional=True)
         check.number("AttentionConfig", "scale", self.scale, above=0, optional=True)
-        check.choice("AttentionConfig", "qk_norm", self.qk_norm, ("none", "head", "all"))
-        for name in ("bias", "output_bias", "gate"):
-            check.boolean("AttentionConfig", name, getattr(self, name))
-        check.boolean("AttentionConfig", "fused", self.fused)
+        check.declared(self)
 
 
 class AttentionSizes(NamedTuple):

@@ -226,10 +226,7 @@ class ModelConfig(ModelSizes):
 
     def __post_init__(self) -> None:
         self._check_sizes()
-        for name, choices in _CHOICES.items():
-            check.choice("ModelConfig", name, getattr(self, name), choices)
-        for name in ("tie_embeddings", "embedding_norm", "remat"):
-            check.boolean("ModelConfig", name, getattr(self, name))
+        check.declared(self)
         for field in dataclasses.fields(self):
             if dataclasses.is_dataclass(field.default):  # the config of a mixer
                 check.instance("ModelConfig", field.name, getattr(self, field.name), type(field.default))
@@ -349,8 +346,3 @@ class ModelConfig(ModelSizes):
 
 
 _FFNS = ("swiglu", "gelu", "relu2", "channel_mixing", "experts", "none")
-_CHOICES = {
-    "dtype": ("bfloat16", "float32"),
-    "norm": ("rms", "rms_plus_one", "layer"),
-    "positions": ("none", "learned"),
-}

@@ -51,10 +51,7 @@ class ExpertsConfig:
     def __post_init__(self) -> None:
         optional = ("width", "shared_width")
         check.integers(self, dict.fromkeys(("number", "per_token", "groups", "top_groups", *optional), 1), optional)
-        check.choice("ExpertsConfig", "network", self.network, ("swiglu", "relu2"))
-        check.choice("ExpertsConfig", "scores", self.scores, ("softmax", "sigmoid"))
-        for name in ("normalize", "correction_bias", "shared_gate"):
-            check.boolean("ExpertsConfig", name, getattr(self, name))
+        check.declared(self)
         check.number("ExpertsConfig", "scale", self.scale, above=0)
         for name in ("bias_update", "balance_loss"):
             check.number("ExpertsConfig", name, getattr(self, name), least=0)

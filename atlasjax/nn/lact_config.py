@@ -33,5 +33,4 @@ class LaCTConfig:
 
     def __post_init__(self) -> None:
         check.integers(self, dict.fromkeys(("heads", "chunk_size", "expansion", "rank"), 1), ("rank",))
-        check.boolean("LaCTConfig", "momentum", self.momentum)
-        check.choice("LaCTConfig", "schedule", self.schedule, ("lact", "standard", "polar_express", None))
+        check.declared(self)

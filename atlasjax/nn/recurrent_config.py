@@ -42,7 +42,7 @@ class SSMConfig:
     def __post_init__(self) -> None:
         sizes = ("state_dim", "expand", "head_dim", "dt_rank", "groups", "inner")
         check.integers(self, dict.fromkeys(sizes, 1), ("dt_rank", "inner"))
-        check.choice("SSMConfig", "output_norm", self.output_norm, ("gated", "before_gate", "none"))
+        check.declared(self)
         check.number("SSMConfig", "least_step", self.least_step, least=0)
         check.number("SSMConfig", "largest_step", self.largest_step, above=self.least_step, optional=True)
         check.number("SSMConfig", "selection_eps", self.selection_eps, above=0, optional=True)
@@ -68,7 +68,7 @@ class Mamba3Config:
     def __post_init__(self) -> None:
         check.integers(self, {"rank": 1})
         check.choice("Mamba3Config", "rope_fraction", self.rope_fraction, (0.5, 1.0))
-        check.boolean("Mamba3Config", "output_norm", self.output_norm)
+        check.declared(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +88,7 @@ class HeadNormConfig:
     eps: float | None = None
 
     def __post_init__(self) -> None:
-        check.boolean("HeadNormConfig", "shared", self.shared)
+        check.declared(self)
         check.number("HeadNormConfig", "eps", self.eps, above=0, optional=True)
 
 
@@ -111,7 +111,7 @@ class GatedDeltaNetConfig:
 
     def __post_init__(self) -> None:
         check.integers(self, {"value_heads": 1}, ("value_heads",))
-        check.boolean("GatedDeltaNetConfig", "negative_eigenvalues", self.negative_eigenvalues)
+        check.declared(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,8 +137,7 @@ class KDAConfig:
     def __post_init__(self) -> None:
         check.integers(self, {"value_heads": 1, "rank": 0}, ("value_heads", "rank"))
         check.number("KDAConfig", "lower_bound", self.lower_bound, below=0, optional=True)
-        for name in ("negative_eigenvalues", "gate_bias"):
-            check.boolean("KDAConfig", name, getattr(self, name))
+        check.declared(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,8 +157,7 @@ class MesaConfig:
     steps: int = 30
 
     def __post_init__(self) -> None:
-        check.boolean("MesaConfig", "output_gate", self.output_gate)
-        check.choice("MesaConfig", "solver", self.solver, ("conjugate_gradient", "exact"))
+        check.declared(self)
         check.integers(self, {"steps": 1})
 
 
@@ -183,8 +181,7 @@ class DeltaProductConfig:
 
     def __post_init__(self) -> None:
         check.integers(self, {"writes": 1, "value_heads": 1}, ("value_heads",))
-        for name in ("negative_eigenvalues", "forget_gate"):
-            check.boolean("DeltaProductConfig", name, getattr(self, name))
+        check.declared(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,7 +209,7 @@ class RWKV7Config:
     key_eps: float = 1e-6
 
     def __post_init__(self) -> None:
-        check.boolean("RWKV7Config", "value_residual", self.value_residual)
+        check.declared(self)
         ranks = ("decay_rank", "rate_rank", "gate_rank", "value_rank")
         check.integers(self, dict.fromkeys(ranks, 1), ranks)
         for name in ("norm_eps", "key_eps"):

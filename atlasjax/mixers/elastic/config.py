@@ -58,8 +58,7 @@ class ElasticConfig:
         check.integers(self, {"order": 1, "samples": 1, "block_size": 1, "context": 1}, ("samples",))
         lookup("sampling", self.sampling, SAMPLINGS)
         lookup("discretization", self.discretization, DISCRETIZATIONS)
-        for name in ("legacy_hippo", "rotate_memory_queries"):
-            check.boolean("ElasticConfig", name, getattr(self, name))
+        check.declared(self)
         check.number("ElasticConfig", "alpha", self.alpha, above=0, below=1, optional=True)
         if self.alpha is not None and self.sampling != "exponential":
             raise ValueError(f"ElasticConfig: alpha={self.alpha} clashes with sampling={self.sampling!r}.")
