@@ -222,6 +222,16 @@ def named(what: str, module: str = "", *, but: tuple[type[Exception], ...] = ())
         raise ValueError(f"{what} raised {in_one_line(error, module)}.") from error
 
 
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """An error and those behind it."""
+    seen: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in seen:  # a chain may end in itself
+        seen.append(cause)
+        yield cause
+        cause = cause.__cause__ or cause.__context__
+
+
 def in_one_line(error: BaseException, module: str = "") -> str:
     """The kind of an error, the first line of what it says, and the last line of a module that it passed through."""
     words = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}".rstrip(". :")

@@ -217,7 +217,6 @@ class ByteTokenizer(WithControl):
     """One token per UTF-8 byte."""
 
     vocab_size = 256
-    control_tokens: Mapping[str, Control] = {}
     is_exact = True
     fingerprint = former_fingerprint = fingerprint("byte")
 

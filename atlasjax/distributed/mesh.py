@@ -52,9 +52,7 @@ class MeshConfig:
         free = [axis for axis, size in sizes.items() if size == -1]
         if len(free) > 1:
             raise ValueError(f"at most one mesh axis may be -1; got -1 for {' and '.join(free)}.")
-        fixed = 1
-        for size in sizes.values():
-            fixed *= size if size != -1 else 1
+        fixed = math.prod(size for size in sizes.values() if size != -1)
         if free:
             if num_devices % fixed:
                 raise ValueError(

@@ -14,6 +14,7 @@ import jax
 
 from atlasjax import check
 from atlasjax.distributed import rendezvous
+from atlasjax.names import causes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,15 +164,9 @@ def lost_process(error: BaseException) -> str | None:
     checkpoint failed: …"): the message is that of the innermost one.
     """
     found = None
-    seen: list[BaseException] = []
-    cause: BaseException | None = error
-    while cause is not None and cause not in seen:
-        seen.append(cause)
-        for line in str(cause).splitlines():
-            if _LOST.search(line):
-                found = line.strip()[:200].rstrip(". ")
-                break
-        cause = cause.__cause__ or cause.__context__
+    for cause in causes(error):
+        lines = (line for line in str(cause).splitlines() if _LOST.search(line))
+        found = next((line.strip()[:200].rstrip(". ") for line in lines), found)
     return found
 
 

@@ -7,7 +7,8 @@ import pathlib
 import re
 from collections.abc import Iterator, Sequence
 
-from atlasjax.storage.paths import AccessError, AnyPath, StoreError, StorePath, causes, expanded
+from atlasjax.names import causes
+from atlasjax.storage.paths import AccessError, AnyPath, StoreError, StorePath, expanded
 
 SCHEME = "hf://"
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import IO, TYPE_CHECKING, Any, Literal
 
 from atlasjax import json_text
-from atlasjax.names import lookup
+from atlasjax.names import causes, lookup
 
 if TYPE_CHECKING:
     import fsspec
@@ -328,16 +328,6 @@ def is_outage(error: BaseException) -> bool:
         if any(status in str(cause) for status in statuses):
             return True
     return False
-
-
-def causes(error: BaseException) -> Iterator[BaseException]:
-    """An error and those behind it."""
-    seen: list[BaseException] = []
-    cause: BaseException | None = error
-    while cause is not None and cause not in seen:  # a chain may end in itself
-        seen.append(cause)
-        yield cause
-        cause = cause.__cause__ or cause.__context__
 
 
 def explained(url: str, error: BaseException) -> StoreError:

@@ -9,6 +9,8 @@ import time
 import warnings
 from collections.abc import Iterator
 
+from atlasjax.names import causes
+
 
 def join_writers(others: set[threading.Thread], seconds: float = 30.0) -> None:
     """Waits for threads that a failed save left running. Orbax does not, and they would raise errors when the interpreter exits.
@@ -30,13 +32,9 @@ def join_writers(others: set[threading.Thread], seconds: float = 30.0) -> None:
 
 def root_cause(error: BaseException) -> str:
     """The first line of the innermost error, which the libraries wrap in several layers."""
-    seen: list[BaseException] = []
-    cause: BaseException | None = error
-    while cause is not None and cause not in seen:
-        seen.append(cause)
-        cause = cause.__cause__ or cause.__context__
-    lines = str(seen[-1]).strip().splitlines()
-    line = lines[0] if lines else type(seen[-1]).__name__
+    *_, innermost = causes(error)
+    lines = str(innermost).strip().splitlines()
+    line = lines[0] if lines else type(innermost).__name__
     if "No space left on device" in line:  # TensorStore says RESOURCE_EXHAUSTED, as a device whose memory is full
         line = f"the disk is full ({line.removeprefix('RESOURCE_EXHAUSTED: ')[:250]})"
     return line[:300].rstrip(". ")
