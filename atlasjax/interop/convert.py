@@ -34,7 +34,6 @@ from atlasjax.train.config import TrainConfig
 from atlasjax.train.errors import ConfigError, user_errors
 from atlasjax.train.saving.checkpoint import Checkpoints
 from atlasjax.train.saving.step_folders import check_path
-from atlasjax.train.trainable import flat
 
 COPIED = (
     "config.json", "generation_config.json", *tokenizer_files.FILES, "preprocessor_config.json", "processor_config.json",
@@ -211,7 +210,7 @@ def _of_family(
     except ValueError as error:  # sizes that do not fit together
         raise ConfigError(f"config.json of {family.name}: {error}") from error
     pieces = table.pieces(
-        family.table(model, folder.tensors), model, {path: x.shape for path, x in flat(shapes).items()}
+        family.table(model, folder.tensors), model, {path: x.shape for path, x in named(shapes).items()}
     )
     renamed = names.canonical(folder.tensors, pieces)
     folder.rename(renamed)

@@ -23,7 +23,6 @@ from atlasjax.train import state as state_lib
 from atlasjax.train.config import run_folder
 from atlasjax.train.errors import ConfigError, user_errors
 from atlasjax.train.load import LoadedRun, load_run
-from atlasjax.train.trainable import flat
 
 
 def export_weights(
@@ -63,7 +62,7 @@ def _export_own(run: AnyPath, loaded: LoadedRun, target: pathlib.Path) -> Conver
     model, params = loaded.config.model, state_lib.pure(nnx.state(loaded.model, nnx.Param))
     with user_errors():
         ends = text_ends(run)
-    own, why = flat(params), ""
+    own, why = named(params), ""
     settings: Mapping[str, object] = {}
     try:
         family, given = _form_of(model)
@@ -105,7 +104,7 @@ def _export_imported(peer: AnyPath, imported: manifest.Manifest, loaded: LoadedR
     family = next(x for x in FAMILIES if x.name == imported["family"])
     given = peer_config(peer)
     _check_form(family, model, given, Sizes(sum(len(content["tensors"]) for content in files.values())))
-    params = flat(state_lib.pure(nnx.state(loaded.model, nnx.Param)))
+    params = named(state_lib.pure(nnx.state(loaded.model, nnx.Param)))
     stored = [name for content in files.values() for name in content["tensors"]]
     pieces = table.pieces(family.table(model, stored), model, {path: x.shape for path, x in params.items()})
     shapes, own = table.peer_shapes(pieces), grouped(pieces, lambda piece: piece.names[0])

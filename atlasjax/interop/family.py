@@ -361,12 +361,6 @@ class Family:
         return found | _attention(config)
 
 
-def exact_fraction(part: int, whole: int) -> float:
-    """part / whole, where a peer computes the part as int(whole · fraction): rounded up if that would be one less."""
-    found = part / whole
-    return found if int(whole * found) == part else math.nextafter(found, math.inf)
-
-
 def _differing(name: str, ours: object, theirs: object) -> Iterator[tuple[str, object, object]]:
     """The fields in which two values of configs differ, by their options' names.
 

@@ -4,9 +4,10 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from atlasjax.interop.family import Family, Fields, Sizes, exact_fraction, mixer_pattern
+from atlasjax.interop.family import Family, Fields, Sizes, mixer_pattern
 from atlasjax.interop.layers import (
     attention_rows,
+    exact_fraction,
     gate_rows,
     head_row,
     in_layer,

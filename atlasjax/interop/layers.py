@@ -5,6 +5,7 @@
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from atlasjax.interop.table import Index, Row
@@ -204,6 +205,12 @@ def ranges(sizes: Mapping[str, int]) -> Iterator[tuple[str, slice]]:
     for name, size in sizes.items():
         yield name, slice(start, start + size)
         start += size
+
+
+def exact_fraction(part: int, whole: int) -> float:
+    """part / whole, where a peer computes the part as int(whole · fraction): rounded up if that would be one less."""
+    found = part / whole
+    return found if int(whole * found) == part else math.nextafter(found, math.inf)
 
 
 def peer_frame(config: ModelConfig, kind: str, architecture: str) -> dict[str, object]:

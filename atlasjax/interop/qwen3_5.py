@@ -6,11 +6,12 @@ Only the language model is imported. The tensors of the vision tower and of mult
 import dataclasses
 from collections.abc import Callable, Mapping
 
-from atlasjax.interop.family import Family, Fields, Sizes, exact_fraction, given_dtype, mixer_pattern
+from atlasjax.interop.family import Family, Fields, Sizes, given_dtype, mixer_pattern
 from atlasjax.interop.layers import (
     HYBRID,
     MATTERS,
     attention_rows,
+    exact_fraction,
     gate_rows,
     head_row,
     hybrid_fields,

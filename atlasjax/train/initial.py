@@ -7,12 +7,13 @@ from jaxtyping import PyTree
 
 from atlasjax.config_json import to_dict
 from atlasjax.nn import ModelConfig
+from atlasjax.storage.tensors import named
 from atlasjax.train import state as state_lib
 from atlasjax.train.config import TrainConfig, changes_on_resume, run_folder
 from atlasjax.train.saving.checkpoint import Checkpoints
 from atlasjax.train.saving.runs import run_config
 from atlasjax.train.saving.step_folders import complete_steps
-from atlasjax.train.trainable import flat, marked, replaced, select
+from atlasjax.train.trainable import marked, replaced, select
 
 
 def check_base(config: TrainConfig) -> None:
@@ -90,7 +91,7 @@ def base_params(config: TrainConfig, shardings: PyTree) -> tuple[PyTree, list[st
     base = run_config(config.init_from)
     assert base is not None
     _, shapes = state_lib.model_shapes(base.model)
-    old = flat(shapes)
+    old = named(shapes)
     given = marked(shardings, lambda path: path in old)
     added = marked(shardings, lambda path: path not in old)
     abstract = jax.tree.map(
@@ -105,6 +106,6 @@ def base_params(config: TrainConfig, shardings: PyTree) -> tuple[PyTree, list[st
     if places := select(shardings, added):
         make = lambda key: select(state_lib.init_params(config.model, state_lib.initial_key(key)), added)
         new = jax.jit(make, out_shardings=places)(jax.random.key(config.seed))
-        lines.append(f"{sum(x.size for x in jax.tree.leaves(new)):,} parameters are new: {', '.join(flat(new))}.")
+        lines.append(f"{sum(x.size for x in jax.tree.leaves(new)):,} parameters are new: {', '.join(named(new))}.")
         params = replaced(params, new)
     return params, lines

@@ -8,27 +8,9 @@ from collections.abc import Callable, Mapping
 import jax
 from jaxtyping import PyTree
 
+from atlasjax.storage.tensors import named
+
 _MOST_PATHS = 60  # a message lists at most this many
-
-
-def flat(tree: Mapping[str, PyTree], prefix: str = "") -> dict[str, PyTree]:
-    """A nested dict as a dict of dotted paths."""
-    leaves: dict[str, PyTree] = {}
-    for name, value in tree.items():
-        leaves |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
-    return leaves
-
-
-def nested(leaves: Mapping[str, PyTree]) -> PyTree:
-    """The inverse of `flat`."""
-    tree: dict[str, PyTree] = {}
-    for path, value in leaves.items():
-        *folders, name = path.split(".")
-        node = tree
-        for folder in folders:
-            node = node.setdefault(folder, {})
-        node[name] = value
-    return tree
 
 
 def trainable_mask(pattern: str | None, params: PyTree) -> PyTree | None:
@@ -47,7 +29,7 @@ def trainable_mask(pattern: str | None, params: PyTree) -> PyTree | None:
     """
     if pattern is None:
         return None
-    paths = list(flat(params))
+    paths = list(named(params))
     chosen = [path for path in paths if re.search(pattern, path)]
     if chosen:
         return None if chosen == paths else marked(params, set(chosen).__contains__)

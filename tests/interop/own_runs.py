@@ -6,6 +6,7 @@ import pathlib
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import unflatten_dict
 
 from atlasjax.config_json import to_dict
 from atlasjax.data.config import DataConfig
@@ -19,10 +20,10 @@ from atlasjax.nn import (
     RWKV7Config,
     SSMConfig,
 )
+from atlasjax.storage.tensors import named
 from atlasjax.train import TrainConfig
 from atlasjax.train import state as state_lib
 from atlasjax.train.saving.checkpoint import Checkpoints
-from atlasjax.train.trainable import flat, nested
 
 _SIZES = {"vocab_size": 257, "dim": 32, "num_layers": 2, "mlp_dim": 48, "tie_embeddings": False, "dtype": "float32"}
 _HEADS = {"num_heads": 2, "head_dim": 16, "head_norm": HeadNormConfig(shared=True, eps=16e-6), "norm_eps": 1e-6}
@@ -64,9 +65,9 @@ def make(folder: pathlib.Path, model: ModelConfig, tokenizer: Tokenizer | None =
     for the beginning, the end and padding."""
     tokenizer = tokenizer or ByteTokenizer()
     config = TrainConfig(model=model, data=DataConfig(), run_dir=str(folder))
-    rng, shapes = np.random.default_rng(0), flat(state_lib.model_shapes(model)[1])
+    rng, shapes = np.random.default_rng(0), named(state_lib.model_shapes(model)[1])
     draw = lambda path, shape: (path.endswith("scale") + 0.2 * rng.normal(size=shape)).astype(np.float32)
-    params = nested({path: draw(path, x.shape) for path, x in shapes.items()})
+    params = unflatten_dict({path: draw(path, x.shape) for path, x in shapes.items()}, sep=".")
     params["head"]["kernel"][:, :8] *= 2
     tokenizer.save(folder / "tokenizer")
     (folder / "config.json").write_text(json.dumps(to_dict(config)))

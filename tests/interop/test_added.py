@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from flax.traverse_util import unflatten_dict
 
 from atlasjax.interop import import_weights
 from atlasjax.nn import AttentionConfig, BranchConfig, CachingConfig, LanguageModel, MemoryConfig
+from atlasjax.storage.tensors import named
 from atlasjax.train.load import load_run
-from atlasjax.train.trainable import flat, nested
 from tests.interop import peers
 from tests.marks import some_slow
 
@@ -49,10 +50,10 @@ def test_starts_as_the_imported_model(tmp_path, case):
     old = load_run(tmp_path / "run").model
     new = LanguageModel(dataclasses.replace(old.config, **ADDED[what](old.config)), rngs=nnx.Rngs(0))
     graphdef, params = nnx.split(new, nnx.Param)
-    given = flat(nnx.to_pure_dict(nnx.state(old, nnx.Param)))
-    places = flat(nnx.to_pure_dict(params))
+    given = named(nnx.to_pure_dict(nnx.state(old, nnx.Param)))
+    places = named(nnx.to_pure_dict(params))
     assert given.keys() < places.keys()
-    nnx.replace_by_pure_dict(params, nested({**places, **given}))
+    nnx.replace_by_pure_dict(params, unflatten_dict({**places, **given}, sep="."))
     new = nnx.merge(graphdef, params)
     tokens = jax.random.randint(jax.random.key(0), (1, 11), 0, 250)
     ids = jnp.asarray([[0] * 6 + [1] * 5])

@@ -10,9 +10,10 @@ from flax import nnx
 
 from atlasjax.nn import AttentionConfig, BranchConfig, CachingConfig, MemoryConfig, ModelConfig, RWKV7Config, SSMConfig
 from atlasjax.nn.stack import Layer
+from atlasjax.storage.tensors import named
 from atlasjax.train import state as state_lib
 from atlasjax.train.reports.watch import MemoryWatch, what_helps
-from atlasjax.train.trainable import flat, marked, replaced, select
+from atlasjax.train.trainable import marked, replaced, select
 from tests.marks import some_slow
 from tests.memory.cases import assert_close
 
@@ -52,8 +53,8 @@ def test_a_trained_model_starts_as_itself_and_learns_what_was_added(name):
     plain = dataclasses.replace(SMALL, **changes)
     (old_model, old), (new_model, new) = built(plain), built(dataclasses.replace(plain, branch=branch))
     new = replaced(new, old)
-    added = marked(new, lambda path: path not in flat(old))
-    assert all(".branch." in path for path in flat(select(new, added)))
+    added = marked(new, lambda path: path not in named(old))
+    assert all(".branch." in path for path in named(select(new, added)))
     is_scale = lambda path: path.endswith(".branch.scale")
 
     @jax.jit
@@ -79,9 +80,9 @@ def test_a_trained_model_starts_as_itself_and_learns_what_was_added(name):
 
     want, logits, at_start, whole, later, packed, after, streamed = run(old, new)
     assert_close(logits, want, 1e-6)
-    for path, slope in flat(at_start).items():
+    for path, slope in named(at_start).items():
         assert (np.abs(slope).max() > 0) == is_scale(path), path
-    for path, slope in flat(later).items():
+    for path, slope in named(later).items():
         assert np.abs(slope).max() > 0, path
     assert np.abs(whole - want).max() > 1e-3
     assert_close(streamed, whole, 1e-5)

@@ -9,8 +9,9 @@ import pytest
 
 from atlasjax.memory import CachedState
 from atlasjax.nn import CachingConfig, MemoryConfig, ModelConfig, RWKV7Config, SSMConfig
+from atlasjax.storage.tensors import named
 from atlasjax.train import state as state_lib
-from atlasjax.train.trainable import flat, marked, replaced, select
+from atlasjax.train.trainable import marked, replaced, select
 from tests.marks import some_slow
 from tests.memory.cases import assert_close
 
@@ -49,8 +50,8 @@ def test_a_trained_model_starts_as_itself_and_learns_what_was_added(name):
     plain = dataclasses.replace(SMALL, mixer=mixer)
     (old_model, old), (new_model, new) = built(plain), built(dataclasses.replace(plain, caching=caching))
     new = replaced(new, old)
-    added = marked(new, lambda path: path not in flat(old))
-    assert all(path.startswith("layers.mixer.cache.") for path in flat(select(new, added)))
+    added = marked(new, lambda path: path not in named(old))
+    assert all(path.startswith("layers.mixer.cache.") for path in named(select(new, added)))
 
     @jax.jit
     def run(old, new):
@@ -72,8 +73,8 @@ def test_a_trained_model_starts_as_itself_and_learns_what_was_added(name):
 
     want, logits, at_start, moved, later, streamed, cache = run(old, new)
     assert_close(logits, want, 1e-6)
-    assert np.abs(flat(at_start)["layers.mixer.cache.blend"]).min() > 0
-    for path, slope in flat(later).items():
+    assert np.abs(named(at_start)["layers.mixer.cache.blend"]).min() > 0
+    for path, slope in named(later).items():
         assert np.abs(slope).max() > 0, path
     assert np.abs(moved - want).max() > 1e-3
     assert_close(streamed, moved, 1e-5)
@@ -83,7 +84,7 @@ def test_a_trained_model_starts_as_itself_and_learns_what_was_added(name):
 def test_without_a_blend_it_is_memory_caching_from_the_start():
     caching = CachingConfig("grm", SIZE)
     model = dataclasses.replace(SMALL, mixer="gated_deltanet", num_layers=1, caching=caching)
-    paths = flat(state_lib.model_shapes(model)[1])
+    paths = named(state_lib.model_shapes(model)[1])
     assert [path for path in paths if "cache" in path] == ["layers.mixer.cache.connector.kernel"]
 
 

@@ -13,6 +13,7 @@ import pytest
 from atlasjax import cli
 from atlasjax.data import DataConfig
 from atlasjax.distributed import MeshConfig, make_mesh
+from atlasjax.storage.tensors import named
 from atlasjax.train import ConfigError, OptimizerConfig, TrainConfig, load_run, train
 from atlasjax.train import state as state_lib
 from atlasjax.train.config import parse_sets
@@ -20,7 +21,6 @@ from atlasjax.train.evaluations import text_data
 from atlasjax.train.reports import metrics
 from atlasjax.train.setup import prepare
 from atlasjax.train.step import averaged
-from atlasjax.train.trainable import flat
 from tests.train.tiny import MODEL, TEXT, config
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
@@ -41,7 +41,7 @@ def done(tmp_path_factory):
         evaluation_sets=(f"other={other}", f"rows={rows}"),
     )  # fmt: skip
     result = train(run)
-    load = lambda step: flat(state_lib.pure(_params(load_run(run.run_dir, step).model)))
+    load = lambda step: named(state_lib.pure(_params(load_run(run.run_dir, step).model)))
     return run, result, [load(step) for step in (1, 2, 3, 4)]
 
 
@@ -54,8 +54,8 @@ def _params(model):
 def test_the_average_is_that_of_the_parameters(done):
     """Computed again from the checkpoints of all steps; frozen parameters have none."""
     run, result, params = done
-    start = flat(prepare(dataclasses.replace(run, run_dir=run.run_dir + "_start")).init_state().params)
-    found = flat(result.state.ema)
+    start = named(prepare(dataclasses.replace(run, run_dir=run.run_dir + "_start")).init_state().params)
+    found = named(result.state.ema)
     assert list(found) == [path for path in start if "scale" in path]
     for path, value in found.items():
         want = np.asarray(start[path], np.float64)
@@ -68,8 +68,8 @@ def test_the_average_is_that_of_the_parameters(done):
 
 def test_it_is_loaded_evaluated_and_resumed(done, tmp_path, capsys):
     run, result, _ = done
-    loaded = flat(state_lib.pure(_params(load_run(run.run_dir, ema=True).model)))
-    for path, value in flat(result.state.averaged).items():
+    loaded = named(state_lib.pure(_params(load_run(run.run_dir, ema=True).model)))
+    for path, value in named(result.state.averaged).items():
         np.testing.assert_array_equal(loaded[path], value)
     again = dataclasses.replace(run, run_dir=str(tmp_path / "again"))
     shutil.copytree(run.run_dir, again.run_dir)

@@ -15,11 +15,12 @@ from atlasjax import cli
 from atlasjax.cli.train import TrainCommand, _with_branch
 from atlasjax.nn import AttentionConfig, BranchConfig, CachingConfig, MemoryConfig
 from atlasjax.presets import get_preset
+from atlasjax.storage.tensors import named
 from atlasjax.train import ConfigError, OptimizerConfig, TrainConfig, train
 from atlasjax.train import state as state_lib
 from atlasjax.train.reports import metrics
 from atlasjax.train.setup import prepare
-from atlasjax.train.trainable import counted, flat, marked, replaced, select, trainable_mask
+from atlasjax.train.trainable import counted, marked, replaced, select, trainable_mask
 from tests.train.tiny import MODEL, config, train_losses
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
@@ -32,7 +33,7 @@ PARAMS = {
 
 def test_selection_by_pattern():
     mask = trainable_mask(r"mixer|norm$", PARAMS)
-    assert flat(mask) == {
+    assert named(mask) == {
         "embedding": False, "layers.mixer.out": True, "layers.mixer.gate": True, "layers.norm": True,
     }  # fmt: skip
     assert counted(PARAMS, mask) == (15, 21)
@@ -41,10 +42,10 @@ def test_selection_by_pattern():
         "layers": {"mixer": {"out": PARAMS["layers"]["mixer"]["out"]}}
     }
     changed = replaced(PARAMS, {"layers": {"norm": 0}, "new": 1})
-    assert flat(changed) == {**flat(PARAMS), "layers.norm": 0, "new": 1}
+    assert named(changed) == {**named(PARAMS), "layers.norm": 0, "new": 1}
     assert trainable_mask(None, PARAMS) is None
     assert trainable_mask(".", PARAMS) is None  # all of them
-    assert flat(marked(PARAMS, lambda path: path == "embedding"))["embedding"]
+    assert named(marked(PARAMS, lambda path: path == "embedding"))["embedding"]
 
 
 def test_patterns_that_are_refused():
@@ -75,7 +76,7 @@ def runs(tmp_path_factory):
 
 def test_only_what_was_added_is_trained(runs):
     base, first, added, second, said = runs
-    old, new = flat(first.state.params), flat(second.state.params)
+    old, new = named(first.state.params), named(second.state.params)
     assert {path for path in new if path not in old} == {
         "layers.mixer.cache.blend", "layers.mixer.cache.connector.kernel",
     }  # fmt: skip
@@ -168,7 +169,7 @@ def test_a_branch_is_added(runs, tmp_path, capsys):
         base, model=model, optimizer=optimizer, run_dir=str(tmp_path / "added"), init_from=base.run_dir
     )
     second = train(added)
-    old, new = flat(first.state.params), flat(second.state.params)
+    old, new = named(first.state.params), named(second.state.params)
     assert all(path.startswith("layers.branch.") for path in new if path not in old)
     for path, value in old.items():
         np.testing.assert_array_equal(value, new[path], err_msg=path)
