@@ -1,6 +1,6 @@
 """`CachedRule`: how a `CachedSpec` is initialized, scanned, stepped and read, by the modules of this package."""
 
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from atlasjax.memory.caching import init
 from atlasjax.memory.caching.check import check_capacity, check_read_gates
@@ -12,7 +12,7 @@ from atlasjax.memory.caching.sequence_parallel import scan_part
 from atlasjax.memory.caching.spec import CachedSpec
 from atlasjax.memory.caching.state import CachedState
 from atlasjax.memory.caching.step import xla_step, xla_step_layer
-from atlasjax.memory.rule import Params, ScanCall
+from atlasjax.memory.rule import Params
 from atlasjax.memory.tokens import Tokens
 
 
@@ -53,45 +53,12 @@ class CachedRule(CachedSpec[Params]):
     """
 
     # The functions of this package, with the rule as their first argument.
-    init_state, check_read_gates, step_token_in_layer = init.init_state, check_read_gates, xla_step_layer
+    init_state, check_read_gates, scan_tokens, scan_tokens_part = init.init_state, check_read_gates, xla_scan, scan_part
+    step_token, step_token_in_layer = xla_step, xla_step_layer
 
     def check_state(self, params: Params, state: CachedState, batch: int, heads: int, where: str) -> None:
         check_capacity(self, state, where)
         super().check_state(params, state, batch, heads, where)
-
-    def scan_tokens(
-        self,
-        params: Params,
-        state: CachedState | None,
-        tokens: Tokens,
-        max_segments: int | None,
-        lengths: Int[Array, " batch"] | None,
-    ) -> tuple[Float[Array, "batch time heads value_dim"], CachedState]:
-        """`memory.scan`. A fresh memory computes the segments in parallel. The state that comes back then has room only for the
-        memories of this call, unless the rule has a capacity: to continue a sequence, start with `init_state`."""
-        if lengths is not None:
-            raise TypeError("CachedRule.scan: lengths is only for the rule inside a CachedRule.")
-        return xla_scan(self, params, state, tokens, max_segments)
-
-    def scan_tokens_part(
-        self,
-        axes: tuple[str, ...],
-        run: ScanCall[Params, CachedState],
-        params: Params,
-        state: CachedState | None,
-        tokens: Tokens,
-    ) -> tuple[Float[Array, "batch time heads value_dim"], CachedState]:
-        if state is not None:
-            raise ValueError(
-                "Partition: time divides the tokens of a CachedRule only from a fresh memory; state must be None."
-            )
-        return scan_part(self, axes, params, tokens_of(self, tokens))
-
-    def step_token(
-        self, params: Params, state: CachedState, tokens: Tokens
-    ) -> tuple[Float[Array, "batch heads value_dim"], CachedState]:
-        """`memory.step`: one step of the inner rule and one read of the cache (with "ssc", of top_k memories)."""
-        return xla_step(self, params, state, tokens)
 
     def read(
         self,

@@ -16,12 +16,14 @@ from atlasjax.memory.caching.spec import CachedSpec
 from atlasjax.memory.caching.state import CachedState, CachedTokens
 from atlasjax.memory.gates import Weights
 from atlasjax.memory.products import wide_dtype
-from atlasjax.memory.rule import Params
+from atlasjax.memory.rule import Params, ScanCall
+from atlasjax.memory.tokens import Tokens
 
 
 def scan_part(
-    rule: CachedSpec[Params], axes: tuple[str, ...], params: Params, tokens: CachedTokens
-) -> tuple[jax.Array, CachedState]:
+    rule: CachedSpec[Params], axes: tuple[str, ...], run: ScanCall[Params, CachedState],
+    params: Params, state: CachedState | None, tokens: Tokens,
+) -> tuple[jax.Array, CachedState]:  # fmt: skip
     """The part of one device, inside a `shard_map` that divides the tokens over `axes`, from a fresh memory.
 
     Segments start fresh, so no device waits for another to write its own. What the devices exchange is what a segment leaves
@@ -30,19 +32,25 @@ def scan_part(
     Args:
       rule: one that is not `undivided`.
       axes: mesh axes; their devices, in order, have the parts of the sequence in order.
+      run: not used.
       params: the parameters of `rule.rule`.
+      state: None, a fresh memory.
       tokens: those of this device, whole segments.
 
     Returns:
       y of this device's tokens, and the state after the whole sequence.
     """
-    time, size = tokens.tokens.q.shape[1], rule.segment_size
+    if state is not None:
+        raise ValueError(
+            "Partition: time divides the tokens of a CachedRule only from a fresh memory; state must be None."
+        )
+    time, size = tokens.q.shape[1], rule.segment_size
     count = time // size
     total = count * jax.lax.axis_size(axes)
     first = jax.lax.axis_index(axes) * count
     s, i = first + jnp.arange(count)[:, None, None], jnp.arange(total)
     visible = (i < s) & (s - i <= (total if rule.capacity is None else rule.capacity))
-    rows = jax.tree.map(lambda x: grid.lay_chunks(x, count, size, None), tokens)
+    rows = jax.tree.map(lambda x: grid.lay_chunks(x, count, size, None), gating.tokens_of(rule, tokens))
     y, ends, _ = write_segments(rule, params, rows, None, None)
     weights = rule.rule.cached_weights(ends)
     if rule.stop_gradient:
@@ -52,7 +60,7 @@ def scan_part(
         y = read_segments(rule, params, rows, y, cached)
     else:
         y = _read_in_turn(rule, params, rows, y, cached)
-    out = grid.pick_chunks(jnp.swapaxes(y, 2, 3), time, None).astype(tokens.tokens.q.dtype)
+    out = grid.pick_chunks(jnp.swapaxes(y, 2, 3), time, None).astype(tokens.q.dtype)
 
     # The state, the same on all devices. Training does not use it, and then XLA does not compute it.
     of_last_device = lambda x: jax.lax.all_gather(x[-1], axes)[-1]

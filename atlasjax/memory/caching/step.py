@@ -24,7 +24,7 @@ from atlasjax.memory.tokens import Tokens
 def xla_step(
     rule: CachedSpec[Params], params: Params, state: CachedState, tokens: Tokens
 ) -> tuple[jax.Array, CachedState]:
-    """`CachedRule.step`."""
+    """`CachedRule.step`: one step of the inner rule and one read of the cache (with "ssc", of top_k memories)."""
     state = widened(state, tokens.q.dtype)
     state = cache.push(rule, params, state, state.position == rule.segment_size)
 

@@ -33,7 +33,9 @@ def restarted(rule: HierarchicalSpec, params: HierarchicalParams, state: Hierarc
     return jax.tree.map(lambda x, like: x.astype(like.dtype), fresh, state.local_memories)
 
 
-def init_state(rule: HierarchicalSpec, params: HierarchicalParams, batch_size: int) -> HierarchicalState:
+def init_state(
+    rule: HierarchicalSpec, params: HierarchicalParams, *, batch_size: int, max_length: int | None = None
+) -> HierarchicalState:
     """`HierarchicalRule.init_state`."""
     first = rule.global_rule.init_state(params.global_memory, batch_size=batch_size)
     projection = None

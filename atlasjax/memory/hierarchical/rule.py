@@ -1,7 +1,5 @@
 """`HierarchicalRule`: how a `HierarchicalSpec` is initialized, scanned, stepped and read, by the modules of this package."""
 
-from jaxtyping import Array, Float, Int
-
 from atlasjax.memory.check import check_range
 from atlasjax.memory.hierarchical import init
 from atlasjax.memory.hierarchical.reference import reference_scan
@@ -9,7 +7,6 @@ from atlasjax.memory.hierarchical.scan import xla_scan
 from atlasjax.memory.hierarchical.spec import HierarchicalSpec
 from atlasjax.memory.hierarchical.state import HierarchicalParams, HierarchicalState
 from atlasjax.memory.hierarchical.step import read_state, xla_step
-from atlasjax.memory.tokens import Tokens
 
 
 class HierarchicalRule(HierarchicalSpec):
@@ -43,17 +40,8 @@ class HierarchicalRule(HierarchicalSpec):
     """
 
     # The functions of this package, with the rule as their first argument.
-    init_params, check_params, step_token, reference_tokens = (
-        init.init_params,
-        init.check_params,
-        xla_step,
-        reference_scan,
-    )
-
-    def init_state(
-        self, params: HierarchicalParams, *, batch_size: int, max_length: int | None = None
-    ) -> HierarchicalState:
-        return init.init_state(self, params, batch_size)
+    init_params, init_state, check_params = init.init_params, init.init_state, init.check_params
+    scan_tokens, step_token, read, reference_tokens = xla_scan, xla_step, read_state, reference_scan
 
     def check_state(
         self, params: HierarchicalParams, state: HierarchicalState, batch: int, heads: int, where: str
@@ -65,21 +53,3 @@ class HierarchicalRule(HierarchicalSpec):
         first.check_state(params.global_memory, state.global_memory, batch, heads, f"{where}: state.global_memory")
         for i, (rule, own, memory) in enumerate(zip(local, params.local_memories, state.local_memories, strict=True)):
             rule.check_state(own, memory, batch, heads, f"{where}: state.local_memories[{i}]")
-
-    def scan_tokens(
-        self,
-        params: HierarchicalParams,
-        state: HierarchicalState | None,
-        tokens: Tokens,
-        max_segments: int | None,
-        lengths: Int[Array, " batch"] | None,
-    ) -> tuple[Float[Array, "batch time heads value_dim"], HierarchicalState]:
-        if lengths is not None:
-            raise TypeError("HierarchicalRule.scan: lengths is only for the rule inside another one.")
-        return xla_scan(self, params, state, tokens, max_segments)
-
-    def read(
-        self, params: HierarchicalParams, state: HierarchicalState, q: Float[Array, "batch time heads key_dim"]
-    ) -> Float[Array, "batch time heads value_dim"]:
-        """`memory.read`: a read as by the last token, with P after it."""
-        return read_state(self, params, state, q)

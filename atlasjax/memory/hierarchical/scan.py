@@ -33,8 +33,11 @@ def xla_scan(
     state: HierarchicalState | None,
     tokens: Tokens,
     max_segments: int | None = None,
+    lengths: jax.Array | None = None,
 ) -> tuple[jax.Array, HierarchicalState]:
     """`HierarchicalRule.scan`."""
+    if lengths is not None:
+        raise TypeError("HierarchicalRule.scan: lengths is only for the rule inside another one.")
     (batch, time), dtype, ids = tokens.q.shape[:2], tokens.q.dtype, tokens.segment_ids
     gates = rule.split_gates(tokens.gates, tokens.q.shape[-1], tokens.v.shape[-1])[0]
     before = None if state is None else state.global_memory

@@ -40,7 +40,7 @@ def xla_step(
 
 @functools.partial(jax.jit, static_argnames=("rule",), inline=True)
 def read_state(rule: HierarchicalSpec, params: HierarchicalParams, state: HierarchicalState, q: jax.Array) -> jax.Array:
-    """`HierarchicalRule.read`."""
+    """`HierarchicalRule.read`: a read as by the last token, with P after it."""
     dtype, wide = q.dtype, wide_dtype(q.dtype)
     y = rule.global_rule.read(params.global_memory, state.global_memory, q).astype(wide)
     if state.projection is not None:

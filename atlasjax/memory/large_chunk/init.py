@@ -9,8 +9,11 @@ from atlasjax.memory.large_chunk.state import LargeChunkState
 from atlasjax.memory.products import wide_dtype
 
 
-def init_state(rule: LargeChunkSpec, params: MemoryParams, batch_size: int) -> LargeChunkState:
-    """A fresh memory for every batch element: M = M_0, and nothing to write."""
+def init_state(
+    rule: LargeChunkSpec, params: MemoryParams, *, batch_size: int, max_length: int | None = None
+) -> LargeChunkState:
+    """A fresh memory for every batch element: M = M_0, and nothing to write. `max_length` has no effect, because the size of the
+    state does not depend on the number of tokens."""
     dtype = wide_dtype(next(iter(params.weights.values())).dtype)
     memory = {name: jnp.broadcast_to(w.astype(dtype), (batch_size, *w.shape)) for name, w in params.weights.items()}
     heads = next(iter(params.weights.values())).shape[0]

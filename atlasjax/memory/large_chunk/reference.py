@@ -76,8 +76,8 @@ def reference_scan(
     dtype = wide_dtype(q.dtype)
     wide = lambda x: x.astype(wide_dtype(x.dtype, dtype)) if jnp.issubdtype(x.dtype, jnp.floating) else x
     params = jax.tree.map(wide, params)
-    fresh = _carry(init_state(rule, params, 1))
-    before = init_state(rule, params, q.shape[0]) if state is None else jax.tree.map(wide, state)
+    fresh = _carry(init_state(rule, params, batch_size=1))
+    before = init_state(rule, params, batch_size=q.shape[0]) if state is None else jax.tree.map(wide, state)
     ones = jnp.ones(q.shape[:3], dtype)
     of_token = {
         "q": wide(q), "k": wide(k), "v": wide(v), "step_size": wide(gates.step_size),

@@ -1,7 +1,5 @@
 """`LargeChunkRule`: how a `LargeChunkSpec` is initialized, scanned, stepped and read, by the modules of this package."""
 
-from jaxtyping import Array, Float, PRNGKeyArray
-
 from atlasjax.memory.check import check_range
 from atlasjax.memory.fast_weights import init as parameters
 from atlasjax.memory.fast_weights.state import MemoryParams
@@ -12,8 +10,7 @@ from atlasjax.memory.large_chunk.sequence_parallel import scan_part
 from atlasjax.memory.large_chunk.spec import LargeChunkSpec
 from atlasjax.memory.large_chunk.state import LargeChunkState
 from atlasjax.memory.large_chunk.step import read_state, xla_step, xla_step_layer
-from atlasjax.memory.rule import ScanCall, Sizes
-from atlasjax.memory.tokens import Tokens
+from atlasjax.memory.rule import Sizes
 
 
 class LargeChunkRule(LargeChunkSpec):
@@ -57,13 +54,10 @@ class LargeChunkRule(LargeChunkSpec):
       ValueError: a choice is out of range, or an objective has keys of its own.
     """
 
-    def init_params(self, key: PRNGKeyArray, *, num_heads: int, key_dim: int, value_dim: int) -> MemoryParams:
-        """M_0 of each head, by the structure. A `MemoryParams`, as of a `MemoryRule`."""
-        return parameters.init_params(self, key, num_heads=num_heads, key_dim=key_dim, value_dim=value_dim)
-
-    # The functions of this package, with the rule as their first argument.
-    check_params, scan_tokens, reference_tokens = parameters.check_params, xla_scan, reference_scan
-    step_token, step_token_in_layer, read = xla_step, xla_step_layer, read_state
+    # The functions of this package, with the rule as their first argument. Parameters are as of a `MemoryRule`: M_0 of each head.
+    init_params, init_state, check_params = parameters.init_params, init.init_state, parameters.check_params
+    scan_tokens, scan_tokens_part, step_token, step_token_in_layer = xla_scan, scan_part, xla_step, xla_step_layer
+    read, reference_tokens = read_state, reference_scan
 
     def check_state(self, params: MemoryParams, state: LargeChunkState, batch: int, heads: int, where: str) -> None:
         super().check_state(params, state, batch, heads, where)
@@ -73,21 +67,3 @@ class LargeChunkRule(LargeChunkSpec):
     def sizes(self, params: MemoryParams) -> Sizes:
         num_heads, value_dim, _ = params.weights[self.names[0]].shape
         return Sizes(num_heads, parameters.infer_key_dim(self, params), value_dim)
-
-    def init_state(self, params: MemoryParams, *, batch_size: int, max_length: int | None = None) -> LargeChunkState:
-        """A fresh memory. `max_length` has no effect, because the size of the state does not depend on the number of tokens."""
-        return init.init_state(self, params, batch_size)
-
-    def scan_tokens_part(
-        self,
-        axes: tuple[str, ...],
-        run: ScanCall[MemoryParams, LargeChunkState],
-        params: MemoryParams,
-        state: LargeChunkState | None,
-        tokens: Tokens,
-    ) -> tuple[Float[Array, "batch time heads value_dim"], LargeChunkState]:
-        if state is not None:
-            raise ValueError(
-                "Partition: time divides the tokens of a LargeChunkRule only from a fresh memory; state must be None."
-            )
-        return scan_part(self, axes, params, tokens)

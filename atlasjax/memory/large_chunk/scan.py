@@ -88,7 +88,7 @@ def xla_scan(
     """`LargeChunkRule.scan`."""
     segment_ids, dtype = tokens.segment_ids, tokens.q.dtype
     params = grid.widened(params, wide_dtype(dtype))
-    before = init_state(rule, params, tokens.q.shape[0]) if state is None else state
+    before = init_state(rule, params, batch_size=tokens.q.shape[0]) if state is None else state
     carry, piece = carry_of(before, params, dtype), piece_of(tokens)
     products = product_dtype(dtype)
     if segment_ids is None and state is None and lengths is None:
@@ -151,7 +151,7 @@ def _pieces(
     rule: LargeChunkSpec, dtype: jnp.dtype, params: MemoryParams, carry: Carry, piece: Piece, where: grid.Pieces
 ) -> tuple[jax.Array, Carry]:
     """A call that begins anywhere in a chunk, or has packed segments."""
-    fresh = carry_of(init_state(rule, params, piece.q.shape[0]), params, wide_dtype(dtype))
+    fresh = carry_of(init_state(rule, params, batch_size=piece.q.shape[0]), params, wide_dtype(dtype))
 
     def body(carry: Carry, xs: tuple[Piece, jax.Array, jax.Array | None]) -> tuple[Carry, jax.Array]:
         piece, count, resets = xs

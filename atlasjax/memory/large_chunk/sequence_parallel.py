@@ -23,6 +23,7 @@ from atlasjax.memory.large_chunk.scan import carry_of, piece_of, state_of
 from atlasjax.memory.large_chunk.spec import LargeChunkSpec
 from atlasjax.memory.large_chunk.state import LargeChunkState
 from atlasjax.memory.products import wide_dtype
+from atlasjax.memory.rule import ScanCall
 from atlasjax.memory.tokens import Tokens
 
 
@@ -90,23 +91,30 @@ class Exchange:
 
 
 def scan_part(
-    rule: LargeChunkSpec, axes: tuple[str, ...], params: MemoryParams, tokens: Tokens
-) -> tuple[jax.Array, LargeChunkState]:
+    rule: LargeChunkSpec, axes: tuple[str, ...], run: ScanCall[MemoryParams, LargeChunkState],
+    params: MemoryParams, state: LargeChunkState | None, tokens: Tokens,
+) -> tuple[jax.Array, LargeChunkState]:  # fmt: skip
     """The part of one device, inside a `shard_map` that divides the tokens over `axes`, from a fresh memory.
 
     Args:
       rule: the rule.
       axes: as for `Exchange`.
+      run: not used.
       params: the parameters.
+      state: None, a fresh memory.
       tokens: those of this device. All devices have the same number of them.
 
     Returns:
       y of this device's tokens, and the state after the whole sequence.
     """
+    if state is not None:
+        raise ValueError(
+            "Partition: time divides the tokens of a LargeChunkRule only from a fresh memory; state must be None."
+        )
     dtype, time = tokens.q.dtype, tokens.q.shape[1]
     params = widened(params, wide_dtype(dtype))
     exchange = Exchange(axes, time, rule.chunk_size)
-    before = init_state(rule, params, tokens.q.shape[0])
+    before = init_state(rule, params, batch_size=tokens.q.shape[0])
     carry, products = carry_of(before, params, dtype), product_dtype(dtype)
     read = jax.checkpoint(functools.partial(run_piece, rule, products), prevent_cse=False)
 

@@ -15,9 +15,9 @@ def fresh_memory(rule: LogLinearSpec[Params], params: Params, batch_size: int) -
 
 
 def init_state(
-    rule: LogLinearSpec[Params], params: Params, batch_size: int, max_length: int | None = None
+    rule: LogLinearSpec[Params], params: Params, *, batch_size: int, max_length: int | None = None
 ) -> LogLinearState:
-    """`LogLinearRule.init_state`."""
+    """Fresh memories, for the levels that `max_length` tokens need; None: for all. Outputs of tokens that need more are NaN."""
     fresh = fresh_memory(rule, params, batch_size)
     levels = rule.levels if max_length is None else rule.count_levels(max_length)
     # Copies, because a state whose leaves share a buffer could not be donated to a jitted call.

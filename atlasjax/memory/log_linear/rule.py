@@ -1,6 +1,6 @@
 """`LogLinearRule`: how a `LogLinearSpec` is initialized, scanned, stepped and read, by the modules of this package."""
 
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from atlasjax.memory.log_linear import init
 from atlasjax.memory.log_linear.reference import reference_outputs
@@ -39,29 +39,8 @@ class LogLinearRule(LogLinearSpec[Params]):
         (one of your own: whose `scan` does not take `lengths`).
     """
 
-    def init_state(self, params: Params, *, batch_size: int, max_length: int | None = None) -> LogLinearState:
-        """Fresh memories, for the levels that `max_length` tokens need; None: for all. Outputs of tokens that need more are NaN."""
-        return init.init_state(self, params, batch_size, max_length)
-
-    def scan_tokens(
-        self,
-        params: Params,
-        state: LogLinearState | None,
-        tokens: Tokens,
-        max_segments: int | None,
-        lengths: Int[Array, " batch"] | None,
-    ) -> tuple[Float[Array, "batch time heads value_dim"], LogLinearState]:
-        """`memory.scan`. The state that comes back from a fresh memory has the levels of this call only: to continue a sequence,
-        start with `init_state`."""
-        if lengths is not None:
-            raise TypeError("LogLinearRule.scan: lengths is only for the rule inside a CachedRule.")
-        return xla_scan(self, params, state, tokens, max_segments)
-
-    def step_token(
-        self, params: Params, state: LogLinearState, tokens: Tokens
-    ) -> tuple[Float[Array, "batch heads value_dim"], LogLinearState]:
-        """`memory.step`: one step of every memory and one read of each."""
-        return xla_step(self, params, state, tokens)
+    # The functions of this package, with the rule as their first argument.
+    init_state, scan_tokens, step_token = init.init_state, xla_scan, xla_step
 
     def read(
         self,

@@ -28,8 +28,12 @@ def xla_scan(
     state: LogLinearState | None,
     tokens: Tokens,
     max_segments: int | None = None,
+    lengths: jax.Array | None = None,
 ) -> tuple[jax.Array, LogLinearState]:
-    """`LogLinearRule.scan`."""
+    """`LogLinearRule.scan`. The state that comes back from a fresh memory has the levels of this call only: to continue a
+    sequence, start with `init_state`."""
+    if lengths is not None:
+        raise TypeError("LogLinearRule.scan: lengths is only for the rule inside a CachedRule.")
     tokens, weights = own_tokens(tokens)
     segment_ids, (batch, time) = tokens.segment_ids, tokens.q.shape[:2]
     tokens = tokens._replace(segment_ids=None)  # those of the inner rule: every segment starts its memories itself
@@ -41,7 +45,9 @@ def xla_scan(
         return _sequential(rule, params, state, tokens, weights, where)
     assert max_segments is not None
     where = grid.document_pieces(segment_ids, max_segments, rule.segment_size)
-    y, state = _sequential(rule, params, init_state(rule, params, batch, time), tokens, weights, where)
+    y, state = _sequential(
+        rule, params, init_state(rule, params, batch_size=batch, max_length=time), tokens, weights, where
+    )
     state = state._replace(own=in_segment(state.own, segment_ids[:, -1]))
     assert where.overflow is not None
     poison = lambda x: jnp.full_like(x, jnp.nan) if jnp.issubdtype(x.dtype, jnp.floating) else x

@@ -22,7 +22,7 @@ def xla_step(
     state: LogLinearState,
     tokens: Tokens,
 ) -> tuple[jax.Array, LogLinearState]:
-    """`LogLinearRule.step`."""
+    """`LogLinearRule.step`: one step of every memory and one read of each."""
     dtype = tokens.q.dtype
     wide = wide_dtype(dtype)
     tokens, weights = own_tokens(tokens)

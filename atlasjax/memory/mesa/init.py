@@ -4,7 +4,7 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from atlasjax.memory.check import check_floating, check_shape
 from atlasjax.memory.mesa.spec import MesaSpec
@@ -14,7 +14,7 @@ from atlasjax.memory.products import wide_dtype
 _START = math.log(math.expm1(0.75))  # softplus of it is 0.75
 
 
-def init_params(num_heads: int, key_dim: int, value_dim: int) -> MesaParams:
+def init_params(rule: MesaSpec, key: PRNGKeyArray, *, num_heads: int, key_dim: int, value_dim: int) -> MesaParams:
     """`MesaRule.init_params`. Nothing is drawn."""
     weights = {"W": jnp.zeros((num_heads, value_dim, key_dim), jnp.float32)}
     return MesaParams(weights, jnp.full((num_heads, key_dim), _START, jnp.float32))
@@ -30,7 +30,14 @@ def start_sums(rule: MesaSpec, params: MesaParams, dtype: jnp.dtype) -> Float[Ar
     return params.weights["W"].astype(dtype) * ridge_of(rule, params, dtype)[..., None, :]
 
 
-def init_state(rule: MesaSpec, params: MesaParams, batch_size: int, dtype: jnp.dtype | None = None) -> MesaState:
+def init_state(
+    rule: MesaSpec,
+    params: MesaParams,
+    *,
+    batch_size: int,
+    max_length: int | None = None,
+    dtype: jnp.dtype | None = None,
+) -> MesaState:
     """`MesaRule.init_state`. dtype: of the sums. None means float32, or that of wider parameters."""
     dtype = wide_dtype(params.weights["W"].dtype, params.ridge.dtype) if dtype is None else dtype
     heads, key_dim = params.ridge.shape
@@ -42,7 +49,7 @@ def init_state(rule: MesaSpec, params: MesaParams, batch_size: int, dtype: jnp.d
     )
 
 
-def check_params(params: MesaParams, where: str) -> None:
+def check_params(rule: MesaSpec, params: MesaParams, where: str) -> None:
     """Raises TypeError or ValueError if `params` does not belong to a `MesaRule`. The message names the leaf."""
     if not isinstance(params, MesaParams) or not isinstance(params.weights, dict) or list(params.weights) != ["W"]:
         raise TypeError(

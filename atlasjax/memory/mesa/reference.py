@@ -17,7 +17,7 @@ def reference_scan(
     """`memory.reference`. The solver of the rule has no effect."""
     dtype, (batch, time) = wide_dtype(tokens.q.dtype), tokens.q.shape[:2]
     wide = lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
-    fresh = jax.tree.map(wide, init_state(rule, params, batch, dtype))
+    fresh = jax.tree.map(wide, init_state(rule, params, batch_size=batch, dtype=dtype))
     start = fresh if state is None else grid.widened(state, dtype)
     matrix = jax.vmap(jnp.diag)(rule.floor + jax.nn.softplus(params.ridge.astype(dtype)))
     ids = tokens.segment_ids

@@ -1,13 +1,9 @@
 """`MesaRule`: how a `MesaSpec` is initialized, scanned, stepped and read, by the modules of this package."""
 
-from jaxtyping import Array, Float, Int, PRNGKeyArray
-
 from atlasjax.memory.mesa import init
 from atlasjax.memory.mesa.reference import reference_scan
 from atlasjax.memory.mesa.scan import read_cached, read_state, xla_scan, xla_step
 from atlasjax.memory.mesa.spec import MesaSpec
-from atlasjax.memory.mesa.state import MesaParams, MesaState
-from atlasjax.memory.tokens import Tokens
 
 
 class MesaRule(MesaSpec):
@@ -41,26 +37,7 @@ class MesaRule(MesaSpec):
       ValueError: an unknown solver, or a number out of range.
     """
 
-    def init_params(self, key: PRNGKeyArray, *, num_heads: int, key_dim: int, value_dim: int) -> MesaParams:
-        return init.init_params(num_heads, key_dim, value_dim)
-
-    def init_state(self, params: MesaParams, *, batch_size: int, max_length: int | None = None) -> MesaState:
-        return init.init_state(self, params, batch_size)
-
-    def check_params(self, params: MesaParams, where: str) -> None:
-        init.check_params(params, where)
-
-    def scan_tokens(
-        self,
-        params: MesaParams,
-        state: MesaState | None,
-        tokens: Tokens,
-        max_segments: int | None,
-        lengths: Int[Array, " batch"] | None,
-    ) -> tuple[Float[Array, "batch time heads value_dim"], MesaState]:
-        """`memory.scan`. Any number of segments fits: `max_segments` has no effect."""
-        return xla_scan(self, params, state, tokens, lengths)
-
     # The functions of this package, with the rule as their first argument.
-    step_token, read, read_cached = xla_step, read_state, read_cached
+    init_params, init_state, check_params = init.init_params, init.init_state, init.check_params
+    scan_tokens, step_token, read, read_cached = xla_scan, xla_step, read_state, read_cached
     reference_tokens = reference_scan

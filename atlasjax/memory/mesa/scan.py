@@ -106,14 +106,19 @@ def _chunks(tokens: Tokens, begins: jax.Array, lengths: jax.Array | None, size: 
     return _Chunk(lay(q), lay(k), lay(v), lay(alpha, 1.0), lay(beta), lay(begins))
 
 
-@functools.partial(jax.jit, static_argnames=("rule",))
+@functools.partial(jax.jit, static_argnames=("rule", "max_segments"))
 def xla_scan(
-    rule: MesaSpec, params: MesaParams, state: MesaState | None, tokens: Tokens, lengths: jax.Array | None = None
+    rule: MesaSpec,
+    params: MesaParams,
+    state: MesaState | None,
+    tokens: Tokens,
+    max_segments: int | None = None,
+    lengths: jax.Array | None = None,
 ) -> tuple[jax.Array, MesaState]:
-    """`MesaRule.scan`."""
+    """`MesaRule.scan`. Any number of segments fits: `max_segments` has no effect."""
     batch, time = tokens.q.shape[:2]
     dtype, ids = wide_dtype(tokens.q.dtype), tokens.segment_ids
-    state = init_state(rule, params, batch, dtype) if state is None else grid.widened(state, dtype)
+    state = init_state(rule, params, batch_size=batch, dtype=dtype) if state is None else grid.widened(state, dtype)
     begins, segment = jnp.zeros((batch, time), bool), state.segment
     if ids is not None:
         # A state without an id is continued by the first segment, whatever its id.
