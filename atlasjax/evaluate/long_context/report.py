@@ -57,24 +57,17 @@ def of_json(fields: Mapping[str, Any]) -> Result:
     """
     values = [
         Value(
-            value["metrics"],
-            math.nan if value["standard_error"] is None else value["standard_error"],
-            value["count"],
-            value["depth"],
-            None if value["positions"] is None else tuple(value["positions"]),
+            **value
+            | {
+                "standard_error": math.nan if value["standard_error"] is None else value["standard_error"],
+                "positions": None if value["positions"] is None else tuple(value["positions"]),
+            }
         )
         for value in fields["values"]
     ]
     samples = [Sample(**{**sample, "answers": tuple(sample["answers"])}) for sample in fields.get("samples", ())]
-    return Result(
-        fields["task"],
-        fields["length"],
-        values,
-        fields["tokens"],
-        fields["seconds"],
-        fields["peak_memory"],
-        samples,
-    )
+    numbers = {name: fields[name] for name in ("task", "length", "tokens", "seconds", "peak_memory")}
+    return Result(**numbers, values=values, samples=samples)
 
 
 def _where(value: Value) -> str:
