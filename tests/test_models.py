@@ -26,8 +26,10 @@ from atlasjax.train.optimizer import decay_mask, learning_rate, make_optimizer
 from atlasjax.train.saving.checkpoint import Checkpoints
 from atlasjax.train.step import accumulated_gradients, jit_train_step
 from experiments.packing.models import VOCAB, small
+from tests.comparisons import close
 from tests.marks import some_slow
 from tests.nn.cases import BASELINES, BLOCK_MEMORIES, BLOCK_RECURRENCES, HYBRIDS, LATENT
+from tests.streams import streamed
 
 BATCH, TIME = 8, 48
 PIECE = 37  # of a stream; no multiple of a chunk or a window
@@ -155,13 +157,9 @@ class TestModel:
         m, tokens = model(name), batch(0)["inputs"]
         expected = np.asarray(m.parallel(m.params, tokens))
         assert np.std(expected) > 0.1
-        logits, cache = m.extend(m.params, tokens[:, :PIECE], m.cache(TIME))
-        found = [logits]
-        for t in range(PIECE, TIME):
-            logits, cache = m.extend(m.params, tokens[:, t : t + 1], cache)
-            found.append(logits)
-        found = np.concatenate(found, axis=1)
-        np.testing.assert_allclose(found, expected, atol=2e-5 * np.abs(expected).max(), rtol=0)
+        extend = functools.partial(m.extend, m.params)
+        found, _ = streamed(extend, tokens, m.cache(TIME), [0, *range(PIECE, TIME + 1)])
+        close(found, expected, 2e-5)
 
     def test_rows_are_independent_and_the_future_unseen(self, name):
         m, tokens = model(name), batch(0)["inputs"].copy()

@@ -21,6 +21,7 @@ from atlasjax.nn import LanguageModel, MemoryConfig, ModelConfig
 from atlasjax.train.config import OptimizerConfig, TrainConfig, changes_on_resume
 from atlasjax.train.optimizer import check_optimizer, learning_rate, make_optimizer
 from tests import own_parts
+from tests.streams import streamed
 
 ROOT = pathlib.Path(__file__).parent.parent
 SMALL = {"dim": 16, "num_layers": 2, "num_heads": 2, "dtype": "float32", "conv_width": 2}
@@ -106,11 +107,8 @@ def test_a_mixer_streams_and_packs():
     model = LanguageModel(config, rngs=nnx.Rngs(0))
     tokens = jax.random.randint(jax.random.key(0), (2, 11), 0, 256)
     whole = model(tokens)
-    cache, parts = model.init_cache(2), []
-    for start, end in ((0, 4), (4, 5), (5, 11)):
-        logits, cache = model.extend(tokens[:, start:end], cache)
-        parts.append(logits)
-    np.testing.assert_allclose(jnp.concatenate(parts, 1), whole, rtol=1e-4, atol=1e-5)
+    parts, _ = streamed(model.extend, tokens, model.init_cache(2), (0, 4, 5, 11))
+    np.testing.assert_allclose(parts, whole, rtol=1e-4, atol=1e-5)
     ids = jnp.asarray([[0] * 4 + [1] * 7] * 2)
     packed = model(tokens, segment_ids=ids, max_segments=2)
     np.testing.assert_allclose(packed[:, 4:], model(tokens[:, 4:]), rtol=1e-4, atol=1e-5)

@@ -17,6 +17,7 @@ from tests.interop import peers
 from tests.marks import some_slow
 from tests.nn import mamba3_formula
 from tests.nn.baseline_formulas import rms, sigmoid, silu, softplus, unit
+from tests.streams import streamed
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
 
@@ -233,11 +234,7 @@ def test_logits(tmp_path, kind):
     @nnx.jit
     def both(model, tokens):
         """At once, and as a prefill of 60 tokens and two more pieces."""
-        cache, pieces = model.init_cache(*tokens.shape), []
-        for start, stop in ((0, 60), (60, 61), (61, 131)):
-            y, cache = model.extend(tokens[:, start:stop], cache)
-            pieces.append(y)
-        return model(tokens), jnp.concatenate(pieces, axis=1)
+        return model(tokens), streamed(model.extend, tokens, model.init_cache(*tokens.shape), (0, 60, 61, 131))[0]
 
     for name, got in zip(("at once", "streamed"), both(model, jnp.asarray(tokens)), strict=True):
         difference = np.abs(np.asarray(got, np.float64) - expected).max() / np.abs(expected).max()

@@ -4,7 +4,6 @@
 """
 
 import importlib.util
-import itertools
 import os
 import pathlib
 import subprocess
@@ -21,6 +20,7 @@ from atlasjax.interop import export_weights, import_weights
 from atlasjax.train.load import load_run
 from tests.interop.peer_models import MODELS
 from tests.marks import some_slow
+from tests.streams import streamed
 
 MODULES = {"transformers": ("torch", "transformers"), "fla.models": ("torch", "transformers", "fla", "triton")}
 ROOT = pathlib.Path(__file__).parents[2]
@@ -98,11 +98,7 @@ def test_logits_of_pieces(peer):
 
     @nnx.jit
     def read(model, tokens):
-        cache, pieces = model.init_cache(*tokens.shape), []
-        for start, stop in itertools.pairwise(cuts):
-            logits, cache = model.extend(tokens[:, start:stop], cache)
-            pieces.append(logits)
-        return jnp.concatenate(pieces, axis=1)
+        return streamed(model.extend, tokens, model.init_cache(*tokens.shape), cuts)[0]
 
     assert difference(read(loaded.model, tokens), reference["logits"]) < 1e-5
 

@@ -224,3 +224,13 @@ def check_every_split(rule, params, tokens, state, given, piece, tolerance):
     at_end = jax.tree.map(lambda x: x[starts[:-1] + piece, 0], before)
     assert_close(jax.tree.map(lambda x: x[:-1], after), at_end, tolerance, what="state after piece")
     return starts, states, after, expected
+
+
+def check_every_split_and_read(rule, params, tokens, piece, tolerance, state=None):
+    """`check_every_split` of the first row; a read after each call sees what its last token does. state: None is a fresh one."""
+    tokens = jax.tree.map(lambda x: x[:1], tokens)
+    first = memory.init_state(rule, params, batch_size=1) if state is None else state
+    starts, _, after, expected = check_every_split(rule, params, tokens, first, state, piece, tolerance)
+    last = starts + piece - 1
+    looked = jax.jit(lambda: memory.read(rule, params, after, tokens[0][0, last, None]))()
+    assert_close(looked[:, 0], expected[0, last], tolerance, what="read")

@@ -10,7 +10,7 @@ import pytest
 
 from atlasjax import memory, rules
 from tests.marks import some_slow
-from tests.memory.cases import assert_close, objective, slice_time, steps
+from tests.memory.cases import assert_close, check_every_split_and_read, objective, slice_time
 
 TIME, PIECE = 75, 5  # more than a chunk of either solver, and no multiple
 CASES = {"conjugate_gradient": rules.mesa(), "exact": rules.mesa("exact")}
@@ -63,17 +63,7 @@ def test_values_and_gradients(name, packed, x64):
 def test_every_split(name, x64):
     """A call of one token, a read, and a call of several from every state: those of one call."""
     rule, (params, *tokens) = CASES[name], make_inputs(time=23)
-    expected, last = memory.scan(rule, params, None, *tokens)
-    y, end, before = jax.jit(
-        lambda *tokens: steps(rule, params, memory.init_state(rule, params, batch_size=2), *tokens)
-    )(*tokens)
-    assert_close((y, end), (expected, last), 1e-12)
-    piece = jax.jit(lambda state, *tokens: memory.scan(rule, params, state, *tokens)[0])
-    for start in range(23 - PIECE):
-        state = jax.tree.map(lambda x, start=start: x[start], before)
-        cut = slice_time(tuple(tokens), start, start + PIECE)
-        assert_close(piece(state, *cut), expected[:, start : start + PIECE], 1e-12)
-    assert_close(memory.read(rule, params, last, tokens[0][:, -1:]), expected[:, -1:], 1e-12)
+    check_every_split_and_read(rule, params, tokens, PIECE, 1e-12)
 
 
 def test_a_packed_row_continues_and_is_its_segments(x64):

@@ -12,7 +12,8 @@ from flax import nnx
 from atlasjax import memory, nn, rules
 from atlasjax.memory import CachedRule, NormalizedRule, features
 from tests.marks import some_slow
-from tests.memory.cases import assert_close, objective, slice_time, steps
+from tests.memory.cases import assert_close, check_every_split_and_read, objective
+from tests.streams import streamed
 
 TIME = 23
 IDS = jnp.asarray(np.stack([np.repeat([0, 1, 4], [5, 9, 9]), np.repeat([3, 4], [16, 7])]))
@@ -81,16 +82,7 @@ def test_it_is_the_published_quotient(name, x64):
 def test_every_split(name, x64):
     rule = CASES[name]
     params, *tokens = make_inputs(rule)
-    expected, last = memory.scan(rule, params, None, *tokens)
-    y, end, before = jax.jit(
-        lambda *tokens: steps(rule, params, memory.init_state(rule, params, batch_size=2), *tokens)
-    )(*tokens)
-    assert_close((y, end), (expected, last), 1e-12)
-    piece = jax.jit(lambda state, *tokens: memory.scan(rule, params, state, *tokens)[0])
-    for start in range(TIME - 5):
-        state = jax.tree.map(lambda x, start=start: x[start], before)
-        assert_close(piece(state, *slice_time(tuple(tokens), start, start + 5)), expected[:, start : start + 5], 1e-12)
-    assert_close(memory.read(rule, params, last, tokens[0][:, -1:]), expected[:, -1:], 1e-12)
+    check_every_split_and_read(rule, params, tokens, 5, 1e-12)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 3e-2)])
@@ -162,8 +154,5 @@ def test_a_language_model_has_it_by_its_address():
     )
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
     assert any(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(gradient))
-    extend, state, found = nnx.jit(lambda model, x, state: model.extend(x, state)), model.init_cache(2, 9), []
-    for t in range(9):
-        y, state = extend(model, tokens[:, t : t + 1], state)
-        found.append(y)
-    assert_close(jnp.concatenate(found, axis=1), logits, 1e-5)
+    extend = functools.partial(nnx.jit(lambda model, x, state: model.extend(x, state)), model)
+    assert_close(streamed(extend, tokens, model.init_cache(2, 9), range(10))[0], logits, 1e-5)

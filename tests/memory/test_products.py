@@ -11,6 +11,7 @@ import pytest
 from atlasjax import memory, rules
 from atlasjax.flops import count_flops
 from atlasjax.memory.products import dense, product
+from tests.comparisons import close
 from tests.marks import if_slow, some_slow
 
 FORMS = {"nn": "ta,ab->tb", "nt": "ta,ba->tb", "tn": "ta,tb->ab"}
@@ -65,8 +66,7 @@ def test_mapped_axes(form, axes):
         for z, axis in zip(arrays(form, jnp.float32, 2), axes, strict=True)
     )
     over = lambda f: jax.vmap(f, in_axes=axes)
-    for a, b in zip(*(jax.tree.leaves(derivatives(f(form), x, y, over)) for f in (own, jaxs)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * float(jnp.abs(b).max()))
+    close(*(derivatives(f(form), x, y, over) for f in (own, jaxs)), 1e-6)
 
 
 @each_form
@@ -117,8 +117,7 @@ def test_dense_and_its_derivatives(dtype, lead, out):
         found, expected = (derivatives(g, x, kernel, lambda f: f) for g in (f, _tensordot(result)))
         for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
             assert (a.dtype, a.shape) == (b.dtype, b.shape)
-            a, b = (np.asarray(z, np.float32) for z in (a, b))
-            np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * np.abs(b).max())
+            close(a, b, tolerance)
 
 
 @pytest.mark.parametrize("axes", [(0, None), (None, 0), (1, 2), (2, 0)])
@@ -129,9 +128,7 @@ def test_dense_over_mapped_axes(axes):
         for z, axis in zip((rng.standard_normal((3, 4, 6, 5)), rng.standard_normal((3, 5, 2, 4))), axes, strict=True)
     )
     over = lambda f: jax.vmap(f, in_axes=axes)
-    found, expected = (jax.tree.leaves(derivatives(f, x, kernel, over)) for f in (dense, _tensordot()))
-    for a, b in zip(found, expected, strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * float(jnp.abs(b).max()))
+    close(*(derivatives(f, x, kernel, over) for f in (dense, _tensordot())), 1e-6)
 
 
 @pytest.mark.parametrize("lead", [(), (3,)])

@@ -1,7 +1,6 @@
 """Memorizing Transformer and Infini-attention against their definitions, token by token: values, gradients, streams, documents."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ from atlasjax.mixers import attention, infini, memorizing
 from atlasjax.mixers.rotary import rotate
 from tests.comparisons import close, close_with_gradients
 from tests.marks import if_slow, some_slow
+from tests.streams import check_rows_apart, streamed
 
 BATCH, HEADS, KEY, VALUE, THETA, EPS = 2, 2, 4, 6, 100.0, 1e-6
 SIZE, LENGTH = 3, 4
@@ -130,7 +130,7 @@ def jitted(name):
 @functools.cache
 def jitted_extend(name):
     function = {"memorizing": memorizing.extend, "infini": infini.extend}[name]
-    return jax.jit(lambda q, k, v, state: function(q, k, v, GATE, state, rope_theta=THETA))
+    return jax.jit(lambda x, state: function(*x, GATE, state, rope_theta=THETA))
 
 
 def fresh(name, dtype=jnp.float32):
@@ -144,22 +144,13 @@ def narrow(name):
     return state._replace(memory=state.memory._replace(values=state.memory.values[..., :-1]))
 
 
-def stream(name, x, state, cuts):
-    pieces, shapes = [], jax.tree.map(lambda x: (x.shape, x.dtype), state)
-    for start, stop in itertools.pairwise(cuts):
-        y, state = jitted_extend(name)(*(a[:, start:stop] for a in x), state)
-        assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == shapes
-        pieces.append(y)
-    return jnp.concatenate(pieces, axis=1), state
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_streamed_is_parallel_at_every_split(name):
     x = arrays(7)
     expected = jitted(name)(*x)
     states = []
     for cuts in [range(8), [0, 7], [0, 2, 3, 4, 7], *([0, cut, 7] for cut in range(1, 7))]:
-        y, state = stream(name, x, fresh(name), cuts)
+        y, state = streamed(jitted_extend(name), x, fresh(name), cuts)
         close(y, expected)
         states.append(state)
     for state in states[1:]:
@@ -171,14 +162,7 @@ def test_streamed_is_parallel_at_every_split(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_of_a_stream_may_have_read_different_numbers_of_tokens(name):
     x = arrays(14)
-    _, early = stream(name, x, fresh(name), [0, 2])
-    _, late = stream(name, x, fresh(name), [0, 7])
-    mixed = jax.tree.map(lambda a, b: jnp.stack([a[0], b[1]]), early, late)
-    pieces = [jnp.stack([a[0, 2:9], a[1, 7:14]]) for a in x]
-    whole = jitted(name)(*x)
-    for cuts in ([0, 7], range(8)):
-        y, _ = stream(name, pieces, mixed, cuts)
-        close(y, jnp.stack([whole[0, 2:9], whole[1, 7:14]]))
+    check_rows_apart(jitted_extend(name), x, jitted(name)(*x), fresh(name), [2, 7], [[0, 7], range(8)])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -200,8 +184,7 @@ def test_bfloat16(name):
     exact = run(*(a.astype(jnp.float32) for a in x))
     error = np.asarray(y, np.float32) - np.asarray(exact)
     assert np.sqrt(np.mean(error**2)) < 0.01 * np.asarray(exact).std()
-    state = fresh(name, jnp.bfloat16)
-    pieces, state = stream(name, tuple(a[:, :8] for a in x), state, [0, 4, 8])
+    pieces, state = streamed(jitted_extend(name), x, fresh(name, jnp.bfloat16), [0, 4, 8])
     # Values are compared in bfloat16, whose steps are 2⁻⁸ of them.
     close(pieces, jitted(name)(*(a[:, :8] for a in x)), 2**-7)
     assert {leaf.dtype for leaf in state.memory} == {jnp.dtype("float32" if name == "infini" else "bfloat16")}
@@ -283,10 +266,7 @@ def test_infini_with_very_negative_keys_and_queries(shift):
         y = infini.read(memory, q + shift)
         return jnp.sum(weights * y), y
 
-    def assert_near(x, expected):
-        np.testing.assert_allclose(x, expected, atol=1e-4 * float(jnp.abs(expected).max()))
-
-    jax.tree.map(assert_near, read(q, k, v, shift), read(q, k, v, 0.0))
+    close(read(q, k, v, shift), read(q, k, v, 0.0), 1e-4)
     total = lambda *arrays: jnp.sum(infini.attention(*arrays, GATE, block_size=SIZE, rope_theta=None))
     gradients = jax.jit(jax.grad(total, (0, 1, 2)))(q + shift, k + shift, v)
     assert all(bool(jnp.isfinite(x).all()) for x in gradients)

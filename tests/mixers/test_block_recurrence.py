@@ -1,7 +1,6 @@
 """Block recurrence against its definition, token by token: values, gradients, streams, documents, dtypes."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ from atlasjax.mixers import attention as softmax
 from atlasjax.mixers import block_recurrence as B
 from atlasjax.mixers.rotary import rotate
 from tests.comparisons import close, close_with_gradients
+from tests.streams import check_rows_apart, streamed
 
 BATCH, HEADS, KEY, VALUE, THETA, SIZE = 2, 2, 4, 6, 100.0, 5
 
@@ -73,18 +73,9 @@ def test_the_first_two_blocks_are_causal_attention():
     close(parallel(*x)[:, : 2 * SIZE], expected)
 
 
-@functools.cache
-def jitted_extend():
-    return jax.jit(lambda q, k, v, state: B.extend(q, k, v, state, rope_theta=THETA))
-
-
-def stream(x, state, cuts):
-    pieces, shapes = [], jax.tree.map(jnp.shape, state)
-    for start, stop in itertools.pairwise(cuts):
-        y, state = jitted_extend()(*(a[:, start:stop] for a in x), state)
-        assert jax.tree.map(jnp.shape, state) == shapes
-        pieces.append(y)
-    return jnp.concatenate(pieces, axis=1), state
+@jax.jit
+def extend(x, state):
+    return B.extend(*x, state, rope_theta=THETA)
 
 
 def fresh():
@@ -97,20 +88,13 @@ def test_streamed_is_parallel_at_every_split():
     # Each length of a piece is a compilation: one of 7 tokens begins at every place in a block.
     pieces_of_seven = ([*range(cut + 1), *range(cut + 7, 13)] for cut in range(6))
     for cuts in [range(13), [0, 12], [0, 1, 4, 5, 6, 12], *pieces_of_seven]:
-        y, _ = stream(x, fresh(), cuts)
+        y, _ = streamed(extend, x, fresh(), cuts)
         close(y, expected)
 
 
 def test_rows_of_a_stream_may_have_read_different_numbers_of_tokens():
     x = arrays(16)
-    _, early = stream(x, fresh(), [0, 3])
-    _, late = stream(x, fresh(), [0, 8])
-    mixed = jax.tree.map(lambda a, b: jnp.stack([a[0], b[1]]), early, late)
-    pieces = [jnp.stack([a[0, 3:11], a[1, 8:16]]) for a in x]
-    whole = parallel(*x)
-    for cuts in ([0, 8], range(9)):
-        y, _ = stream(pieces, mixed, cuts)
-        close(y, jnp.stack([whole[0, 3:11], whole[1, 8:16]]))
+    check_rows_apart(extend, x, parallel(*x), fresh(), [3, 8], [[0, 8], range(9)])
 
 
 def test_documents():

@@ -1,5 +1,6 @@
 """Gated Associative Memory: its definition token by token, streaming, gradients, dtypes, and how far it sees."""
 
+import functools
 import itertools
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 from atlasjax.mixers import gam
 from atlasjax.mixers.convolution import causal_convolution
 from tests.comparisons import close
+from tests.streams import streamed
 
 BATCH, TIME, DIM, SLOTS = 2, 9, 5, 4
 mix = jax.jit(gam.mix, static_argnames="fusion")  # operation by operation takes far longer
@@ -62,18 +64,11 @@ def test_streaming_at_every_split(fusion):
     params, x = make(fusion, 4), inputs()
     whole, last = mix(params, x, fusion=fusion)
     width = 1 if fusion == "global" else 4
-    for split in range(1, TIME):
-        state, pieces = gam.init_state(BATCH, width, DIM, x.dtype), []
-        for piece in (x[:, :split], x[:, split:]):
-            y, state = mix(params, piece, state, fusion=fusion)
-            pieces.append(y)
-        close(np.concatenate(pieces, axis=1), whole, 1e-6)
+    extend, empty = functools.partial(mix, params, fusion=fusion), gam.init_state(BATCH, width, DIM, x.dtype)
+    for cuts in (range(TIME + 1), *([0, split, TIME] for split in range(1, TIME))):
+        y, state = streamed(extend, x, empty, cuts)
+        close(y, whole, 1e-6)
         np.testing.assert_array_equal(state, last)
-    state, tokens = None, []
-    for t in range(TIME):
-        y, state = mix(params, x[:, t : t + 1], state, fusion=fusion)
-        tokens.append(y)
-    close(np.concatenate(tokens, axis=1), whole, 1e-6)
     assert state.shape == (BATCH, width - 1, DIM)
 
 

@@ -1,8 +1,5 @@
 """Melodi's short-term memory against its definition, block by block: values, gradients, streams, documents, dtypes."""
 
-import functools
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +10,7 @@ from atlasjax.mixers import melodi as M
 from atlasjax.mixers.rotary import rotate
 from tests.comparisons import close
 from tests.marks import if_slow
+from tests.streams import check_rows_apart, streamed
 
 BATCH, DIM, HEADS, KEY, VALUE, THETA, SIZE, SUMMARY = 2, 6, 2, 4, 3, 100.0, 5, 3
 EPS = 1e-6
@@ -107,18 +105,9 @@ def test_the_first_block_is_local_attention_alone():
     assert np.abs(np.asarray(y - other))[:, SIZE:].max() > 0.1
 
 
-@functools.cache
-def jitted_extend():
-    return jax.jit(lambda x, w, state: M.extend(x, w, state, rope_theta=THETA, norm_eps=EPS))
-
-
-def stream(x, state, cuts):
-    pieces, shapes, w = [], jax.tree.map(jnp.shape, state), weights()
-    for start, stop in itertools.pairwise(cuts):
-        y, state = jitted_extend()(x[:, start:stop], w, state)
-        assert jax.tree.map(jnp.shape, state) == shapes
-        pieces.append(y)
-    return jnp.concatenate(pieces, axis=1), state
+@jax.jit
+def extend(x, state):
+    return M.extend(x, weights(), state, rope_theta=THETA, norm_eps=EPS)
 
 
 def fresh():
@@ -132,7 +121,7 @@ def test_streamed_is_parallel_at_every_split():
     # Each length of a piece is a compilation: one of 7 tokens begins at every place in a block.
     pieces_of_seven = ([*range(cut + 1), *range(cut + 7, 13)] for cut in range(6))
     for cuts in [range(13), [0, 12], [0, 1, 4, 5, 6, 12], *pieces_of_seven]:
-        y, state = stream(x, fresh(), cuts)
+        y, state = streamed(extend, x, fresh(), cuts)
         close(y, expected)
         states.append(state)
     for state in states[1:]:
@@ -143,14 +132,7 @@ def test_streamed_is_parallel_at_every_split():
 
 def test_rows_of_a_stream_may_have_read_different_numbers_of_tokens():
     x = tokens(16)
-    _, early = stream(x, fresh(), [0, 3])
-    _, late = stream(x, fresh(), [0, 8])
-    mixed = jax.tree.map(lambda a, b: jnp.stack([a[0], b[1]]), early, late)
-    pieces = jnp.stack([x[0, 3:11], x[1, 8:16]])
-    whole = parallel(x, weights())
-    for cuts in ([0, 8], range(9)):
-        y, _ = stream(pieces, mixed, cuts)
-        close(y, jnp.stack([whole[0, 3:11], whole[1, 8:16]]))
+    check_rows_apart(extend, x, parallel(x, weights()), fresh(), [3, 8], [[0, 8], range(9)])
 
 
 def test_documents():

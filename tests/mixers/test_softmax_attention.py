@@ -8,6 +8,7 @@ import pytest
 from atlasjax.mixers import softmax_attention as S
 from atlasjax.mixers.attention import Persistent, attention, extend, init_cache, init_window
 from atlasjax.mixers.softmax_attention import Source, attention_of_layer, softmax_attention, together
+from tests.comparisons import close
 
 BATCH, SIZE, KEY, VALUE = 2, 11, 4, 6
 
@@ -51,7 +52,7 @@ def test_the_definition(time, heads, kv_heads, dtype, tolerance):
     expected = definition(given)
     for got in (y, divided):
         assert got.dtype == dtype
-        np.testing.assert_allclose(np.asarray(got, np.float64), expected, rtol=0, atol=tolerance * abs(expected).max())
+        close(got, expected, tolerance)
 
 
 def test_gradients_of_few_queries_are_those_of_many():
@@ -68,7 +69,7 @@ def test_gradients_of_few_queries_are_those_of_many():
         )
 
     few, many = (jax.jit(jax.grad(loss), static_argnums=1)(numbers, split) for split in (False, True))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * float(jnp.abs(b).max())), few, many)
+    close(few, many, 2e-6)
 
 
 @pytest.mark.parametrize("tokens", [4, 5, 64])  # of a piece: with a rest of 11 tokens, without one, and all tokens
@@ -92,13 +93,7 @@ def test_pieces_of_a_layer(monkeypatch, tokens, time, heads, kv_heads, dtype, to
         return function(*one[:3], other), jax.grad(loss, argnums=(0, 1, 2, 3))(*one[:3], other)
 
     found, expected = jax.jit(lambda: graded(of_layer))(), jax.jit(lambda: graded(alone))()
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(
-            np.asarray(a, np.float64), np.asarray(b, np.float64), rtol=0, atol=tolerance * float(jnp.abs(b).max())
-        ),
-        found,
-        expected,
-    )
+    close(found, expected, tolerance)
 
 
 def test_few_queries_read_the_cache_as_it_lies():

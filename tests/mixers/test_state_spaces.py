@@ -10,6 +10,7 @@ import pytest
 from atlasjax.mixers import mamba, mamba2
 from tests.comparisons import close
 from tests.marks import some_slow
+from tests.streams import streamed
 
 BATCH, CHANNELS, STATE, HEADS, GROUPS = 2, 5, 3, 4, 2
 IMPLEMENTATIONS = ["sequential", "associative"]
@@ -149,12 +150,10 @@ def test_selective_scan_streams_at_every_split(implementation):
 def test_ssd_streams(cuts):
     inputs = ssd_inputs(9)
     expected, last = jax.jit(mamba2.ssd)(*inputs)
-    extend = jax.jit(lambda state, *z: mamba2.ssd(*z, state=state))
-    state, pieces = mamba2.init_state(BATCH, HEADS, CHANNELS, STATE), []
-    for start, stop in itertools.pairwise(cuts):
-        y, state = extend(state, *cut(inputs, start, stop))
-        pieces.append(y)
-    close((jnp.concatenate(pieces, axis=1), state.memory), (expected, last.memory), 1e-5)
+    x, delta, A, B, C, D = inputs
+    extend = jax.jit(lambda z, state: mamba2.ssd(*z[:2], A, *z[2:], D, state=state))
+    y, state = streamed(extend, (x, delta, B, C), mamba2.init_state(BATCH, HEADS, CHANNELS, STATE), cuts)
+    close((y, state.memory), (expected, last.memory), 1e-5)
 
 
 TIME, STARTS = 70, (0, 1, 66)

@@ -1,7 +1,6 @@
 """Attention against its definition with an explicit mask: values, gradients, streams, segments, dtypes."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ from atlasjax.mixers import attention as A
 from atlasjax.mixers.rotary import rotate
 from tests.comparisons import close
 from tests.marks import if_slow, some_slow
+from tests.streams import check_rows_apart, streamed
 
 BATCH, HEADS, KEY, VALUE, THETA = 2, 2, 4, 6, 100.0
 
@@ -131,9 +131,9 @@ def parallel(x, window):
     return A.attention(**x, window=window, rope_theta=THETA)
 
 
-@functools.cache
-def jitted_extend():
-    return jax.jit(lambda q, k, v, cache, persistent: A.extend(q, k, v, cache, rope_theta=THETA, persistent=persistent))
+@jax.jit
+def extend(x, cache, persistent=None):
+    return A.extend(**x, cache=cache, rope_theta=THETA, persistent=persistent)
 
 
 def init_cache(window, length):
@@ -142,12 +142,8 @@ def init_cache(window, length):
 
 
 def stream(x, cache, cuts):
-    pieces, shapes = [], jax.tree.map(jnp.shape, cache)
-    for start, stop in itertools.pairwise(cuts):
-        y, cache = jitted_extend()(*(x[name][:, start:stop] for name in "qkv"), cache, x.get("persistent"))
-        assert jax.tree.map(jnp.shape, cache) == shapes
-        pieces.append(y)
-    return jnp.concatenate(pieces, axis=1), cache
+    of_tokens = {name: x[name] for name in "qkv"}
+    return streamed(functools.partial(extend, persistent=x.get("persistent")), of_tokens, cache, cuts)
 
 
 @pytest.mark.parametrize(("window", "persistent"), [(None, 2), if_slow(1, 0), (4, 2), if_slow(5, 0), (40, 0)])
@@ -198,9 +194,9 @@ def test_heads_share_keys_and_values_and_rotate_in_part(window):
             pieces.append(y)
         return run(repeated), run(A.attention, window=window, **options), jnp.concatenate(pieces, axis=1)
 
-    ((_, expected), expected_gradients), ((_, y), gradients), streamed = everything(x, init_cache(window, time))
+    ((_, expected), expected_gradients), ((_, y), gradients), pieces = everything(x, init_cache(window, time))
     close(y, expected)
-    close(streamed, expected)
+    close(pieces, expected)
     jax.tree.map(lambda a, b: close(a, b, 2e-5), gradients, expected_gradients)
 
 
@@ -215,14 +211,7 @@ def test_a_long_piece_of_a_stream_goes_through_blocks():
 def test_rows_of_a_stream_may_have_read_different_numbers_of_tokens():
     x = arrays(12)
     for window in (None, 4):
-        empty = init_cache(window, 12)
-        _, early = stream(x, empty, [0, 3])
-        _, late = stream(x, empty, [0, 7])
-        mixed = jax.tree.map(lambda a, b: jnp.stack([a[0], b[1]]), early, late)
-        pieces = {name: jnp.stack([x[name][0, 3:8], x[name][1, 7:12]]) for name in "qkv"}
-        y, _ = stream(pieces, mixed, [0, 1, 5])
-        whole = parallel(x, window)
-        close(y, jnp.stack([whole[0, 3:8], whole[1, 7:12]]))
+        check_rows_apart(extend, x, parallel(x, window), init_cache(window, 12), [3, 7], [[0, 1, 5]])
 
 
 def test_a_long_stream_sees_distances_exactly():

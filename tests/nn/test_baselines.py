@@ -25,6 +25,7 @@ from atlasjax.train.optimizer import decay_mask
 from tests import comparisons
 from tests.marks import if_slow, some_slow
 from tests.nn.cases import BASELINES, FORMS, FORMULAS
+from tests.streams import streamed
 
 DIM, HEADS, KEY, BATCH, TIME = 12, 2, 4, 2, 14
 EACH = list(dict.fromkeys([*BASELINES, *FORMS]))
@@ -86,15 +87,10 @@ def test_streamed_is_parallel(name):
     extend = jax.jit(lambda p, x, state: nnx.merge(graphdef, p).extend(x, state))
 
     def stream(cuts):
-        state = nnx.merge(graphdef, params).init_state(BATCH)
-        shapes = jax.tree.map(lambda x: (x.shape, x.dtype), state)
-        assert all(leaf.shape[0] == BATCH for leaf in jax.tree.leaves(state))
-        pieces = []
-        for start, stop in itertools.pairwise(cuts):
-            y, state = extend(params, inputs()[:, start:stop], state)
-            assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == shapes
-            pieces.append(y)
-        close(jnp.concatenate(pieces, axis=1), expected)
+        empty = nnx.merge(graphdef, params).init_state(BATCH)
+        assert all(leaf.shape[0] == BATCH for leaf in jax.tree.leaves(empty))
+        y, state = streamed(functools.partial(extend, params), inputs(), empty, cuts)
+        close(y, expected)
         return state
 
     by_token, by_piece = stream(range(TIME + 1)), stream([0, 6, 7, 13, 14])

@@ -1,6 +1,7 @@
 """Melodi and block recurrence as layers of a model: their parameters, packed documents, a stream, what they refuse."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from flax import nnx
 
 from atlasjax.nn import BlockRecurrenceConfig, LanguageModel, MelodiConfig, ModelConfig, count_parameters
 from tests.nn.cases import BLOCK_RECURRENCES
+from tests.streams import streamed
 
 CONFIG = ModelConfig(
     vocab_size=40, dim=16, num_layers=2, num_heads=2, mlp_dim=16, mixer=BLOCK_RECURRENCES,
@@ -35,13 +37,9 @@ def test_documents_streams_and_gradients():
     assert all(bool(jnp.any(leaf != 0)) for leaf in jax.tree.leaves(gradient))
     extend = jax.jit(lambda params, x, cache: nnx.merge(graphdef, params).extend(x, cache))
     for start, stop in ((0, 10), (10, 23)):
-        cache, pieces = model.init_cache(2), []
-        shapes = jax.tree.map(jnp.shape, cache)
-        for first, last in ((start, start + 7), (start + 7, start + 8), (start + 8, stop)):
-            piece, cache = extend(params, x[:, first:last], cache)
-            pieces.append(piece)
-        assert jax.tree.map(jnp.shape, cache) == shapes
-        found, expected = jnp.concatenate(pieces, axis=1), y[:, start:stop]
+        cuts = (start, start + 7, start + 8, stop)
+        found, _ = streamed(functools.partial(extend, params), x, model.init_cache(2), cuts)
+        expected = y[:, start:stop]
         np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
 
 

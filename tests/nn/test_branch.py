@@ -16,6 +16,7 @@ from atlasjax.train.reports.watch import MemoryWatch, what_helps
 from atlasjax.train.trainable import marked, replaced, select
 from tests.marks import some_slow
 from tests.memory.cases import assert_close
+from tests.streams import streamed
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
 
@@ -71,21 +72,18 @@ def test_a_trained_model_starts_as_itself_and_learns_what_was_added(name):
         (logits, whole), (at_start, later) = both_logits, (jax.tree.map(lambda x, i=i: x[i], slopes) for i in (0, 1))
         model = new_model(replaced(new, part))
         packed = model(TOKENS, segment_ids=SEGMENTS, max_segments=2)
-        pieces, cache = [], model.init_cache(2, TIME)
-        for start, end in ((0, 6), (6, TIME - 1), (TIME - 1, TIME)):
-            piece, cache = model.extend(TOKENS[:, start:end], cache)
-            pieces.append(piece)
+        pieces, _ = streamed(model.extend, TOKENS, model.init_cache(2, TIME), (0, 6, TIME - 1, TIME))
         after = model(TOKENS[:1, 5:])
-        return old_model(old)(TOKENS), logits, at_start, whole, later, packed, after, jnp.concatenate(pieces, 1)
+        return old_model(old)(TOKENS), logits, at_start, whole, later, packed, after, pieces
 
-    want, logits, at_start, whole, later, packed, after, streamed = run(old, new)
+    want, logits, at_start, whole, later, packed, after, pieces = run(old, new)
     assert_close(logits, want, 1e-6)
     for path, slope in named(at_start).items():
         assert (np.abs(slope).max() > 0) == is_scale(path), path
     for path, slope in named(later).items():
         assert np.abs(slope).max() > 0, path
     assert np.abs(whole - want).max() > 1e-3
-    assert_close(streamed, whole, 1e-5)
+    assert_close(pieces, whole, 1e-5)
     assert_close(packed[1], whole[1], 1e-5)
     assert_close(packed[0, 5:], after[0], 1e-5)
 

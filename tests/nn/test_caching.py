@@ -14,6 +14,7 @@ from atlasjax.train import state as state_lib
 from atlasjax.train.trainable import marked, replaced, select
 from tests.marks import some_slow
 from tests.memory.cases import assert_close
+from tests.streams import streamed
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
 
@@ -65,19 +66,16 @@ def test_a_trained_model_starts_as_itself_and_learns_what_was_added(name):
         part = jax.tree.map(lambda p, g: p - 0.1 * g / largest, select(new, added), at_start)
         (_, moved), later = jax.value_and_grad(loss, has_aux=True)(part, new)
         model = new_model(replaced(new, part))
-        pieces, cache = [], model.init_cache(2, TIME)
-        for start, end in ((0, TIME - 1), (TIME - 1, TIME)):
-            piece, cache = model.extend(TOKENS[:, start:end], cache)
-            pieces.append(piece)
-        return old_model(old)(TOKENS), logits, at_start, moved, later, jnp.concatenate(pieces, 1), cache
+        end = streamed(model.extend, TOKENS, model.init_cache(2, TIME), (0, TIME - 1, TIME))
+        return old_model(old)(TOKENS), logits, at_start, moved, later, *end
 
-    want, logits, at_start, moved, later, streamed, cache = run(old, new)
+    want, logits, at_start, moved, later, pieces, cache = run(old, new)
     assert_close(logits, want, 1e-6)
     assert np.abs(named(at_start)["layers.mixer.cache.blend"]).min() > 0
     for path, slope in named(later).items():
         assert np.abs(slope).max() > 0, path
     assert np.abs(moved - want).max() > 1e-3
-    assert_close(streamed, moved, 1e-5)
+    assert_close(pieces, moved, 1e-5)
     assert isinstance(cache.recurrence, CachedState)
 
 

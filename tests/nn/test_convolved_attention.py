@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +11,10 @@ from flax import nnx
 
 from atlasjax.nn import AttentionConfig, LanguageModel, MemoryConfig, ModelConfig
 from atlasjax.nn.mixers import MIXERS
+from tests import comparisons
 from tests.nn.baseline_formulas import conv, linear, sigmoid
 from tests.nn.lact_formulas import rotate, window_attention
+from tests.streams import streamed
 
 TIME, WIDTH = 11, 3
 pytestmark = pytest.mark.usefixtures("compile_fast")
@@ -33,8 +34,7 @@ def inputs():
     return jax.random.normal(jax.random.key(0), (2, TIME, 8))
 
 
-def close(got, expected):
-    np.testing.assert_allclose(got, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
+close = functools.partial(comparisons.close, tolerance=2e-5)
 
 
 def written_out(p, x, window):
@@ -55,11 +55,8 @@ def test_definition_and_streams(name):
     close(expected[1], written_out(plain, np.asarray(inputs()[1], np.float64), 5 if name == "swa" else TIME))
     extend = jax.jit(lambda p, x, state: nnx.merge(graphdef, p).extend(x, state))
     for cuts in (range(TIME + 1), [0, 1, 6, 11]):
-        state, found = nnx.merge(graphdef, params).init_state(2, TIME), []
-        for start, stop in itertools.pairwise(cuts):
-            y, state = extend(params, inputs()[:, start:stop], state)
-            found.append(y)
-        close(jnp.concatenate(found, axis=1), np.asarray(expected))
+        empty = nnx.merge(graphdef, params).init_state(2, TIME)
+        close(streamed(functools.partial(extend, params), inputs(), empty, cuts)[0], np.asarray(expected))
 
 
 def test_no_tap_crosses_documents():
@@ -74,11 +71,9 @@ def test_a_model_streams_and_learns_its_taps():
     model, tokens = LanguageModel(CONFIG, rngs=nnx.Rngs(0)), jnp.arange(2 * TIME).reshape(2, TIME) % 13
     logits, gradient = nnx.jit(lambda m: (m(tokens), nnx.grad(lambda m: jnp.square(m(tokens)).mean())(m)))(model)
     assert np.abs(gradient["layers"]["mixer"]["attention"]["conv"]["kernel"][...]).max() > 1e-7
-    extend, cache, found = nnx.jit(lambda m, x, cache: m.extend(x, cache)), model.init_cache(2), []
-    for t in range(TIME):
-        y, cache = extend(model, tokens[:, t : t + 1], cache)
-        found.append(y)
-    close(jnp.concatenate(found, axis=1), np.asarray(logits))
+    extend = nnx.jit(lambda m, x, cache: m.extend(x, cache))
+    found, _ = streamed(functools.partial(extend, model), tokens, model.init_cache(2), range(TIME + 1))
+    close(found, np.asarray(logits))
 
 
 @pytest.mark.parametrize("name", ["mag", "mac", "mal", "lact", "block_attention"])

@@ -24,6 +24,7 @@ from atlasjax.nn import (
 )
 from atlasjax.nn.elastic import bank, reconstruction
 from tests import comparisons
+from tests.streams import streamed
 
 ELASTIC = ElasticConfig(order=6, samples=5, block_size=8, context=32)
 CONFIG = ModelConfig(
@@ -87,12 +88,7 @@ def test_a_stream_and_its_longest_length():
     model = nnx.merge(graphdef, params)
     expected = model(x)
     extend = jax.jit(lambda params, x, cache: nnx.merge(graphdef, params).extend(x, cache))
-    cache = model.init_cache(2, 20)
-    pieces = []
-    for start, stop in ((0, 7), (7, 8), (8, 20)):
-        y, cache = extend(params, x[:, start:stop], cache)
-        pieces.append(y)
-    close(jnp.concatenate(pieces, axis=1), expected)
+    close(streamed(functools.partial(extend, params), x, model.init_cache(2, 20), (0, 7, 8, 20))[0], expected)
     y, _ = extend(params, x, model.init_cache(2, 19))
     assert np.isnan(y[:, 19:]).all()
     with pytest.raises(ValueError, match=r"mixer 'elastic' .*max_length is None"):
@@ -117,11 +113,7 @@ def test_without_memory_blocks_are_sequences_of_their_own():
     attention = nnx.merge(whole[0], renamed)
     for start in (0, 8, 16):
         close(y[:, start : start + 8], attention(x[:, start : start + 8]))
-    cache, pieces = model.init_cache(2), []
-    for start, stop in ((0, 7), (7, 8), (8, 20)):
-        piece, cache = model.extend(x[:, start:stop], cache)
-        pieces.append(piece)
-    close(jnp.concatenate(pieces, axis=1), y)
+    close(streamed(model.extend, x, model.init_cache(2), (0, 7, 8, 20))[0], y)
 
 
 def test_packed_documents():

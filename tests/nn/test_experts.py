@@ -14,6 +14,7 @@ from atlasjax.flops import count_flops
 from atlasjax.nn import ExpertsConfig, LanguageModel, ModelConfig, count_parameters
 from atlasjax.nn.experts import Experts, Load, balance, route
 from atlasjax.presets import describe
+from tests.streams import streamed
 
 DIM, WIDTH = 16, 12
 CONFIGS = {
@@ -150,12 +151,8 @@ def test_a_model_with_a_dense_layer_streams_and_packs():
     model = LanguageModel(MIXED, rngs=nnx.Rngs(0))
     tokens = jnp.asarray(np.random.default_rng(3).integers(0, 256, (2, 9)), jnp.int32)
     whole = model(tokens)
-    cache = model.init_cache(2, 9)
-    pieces = []
-    for start, stop in ((0, 4), (4, 8), (8, 9)):
-        logits, cache = model.extend(tokens[:, start:stop], cache)
-        pieces.append(logits)
-    chex.assert_trees_all_close(jnp.concatenate(pieces, axis=1), whole, rtol=1e-4, atol=1e-4)
+    logits, _ = streamed(model.extend, tokens, model.init_cache(2, 9), (0, 4, 8, 9))
+    chex.assert_trees_all_close(logits, whole, rtol=1e-4, atol=1e-4)
     packed = model(jnp.reshape(tokens, (1, 18)), jnp.repeat(jnp.arange(2), 9)[None], 2)
     chex.assert_trees_all_close(packed.reshape(whole.shape), whole, rtol=1e-4, atol=1e-4)
     assert model.measure(tokens)[2][0] is None

@@ -17,6 +17,7 @@ from atlasjax.mixers import fused_attention as F
 from atlasjax.nn import ModelConfig
 from atlasjax.nn.attention_config import AttentionConfig
 from atlasjax.nn.partition import mesh_partition
+from tests.comparisons import close
 
 
 def heads(time, number=2, kv_heads=2, dim=64, batch=2, segments=False, dtype=jnp.float32):
@@ -44,12 +45,6 @@ def with_gradients(function, x):
     return y, *gradients
 
 
-def assert_close(found, expected, rtol):
-    for ours, theirs in zip(found, expected, strict=True):
-        largest = np.abs(np.asarray(theirs, np.float32)).max()
-        np.testing.assert_allclose(np.asarray(ours, np.float32), np.asarray(theirs, np.float32), atol=rtol * largest)
-
-
 @pytest.mark.parametrize(
     ("time", "window", "kv_heads", "segments"),
     [(128, None, 2, False), (200, None, 1, True), (256, 70, 2, True), (256, 1000, 2, False)],
@@ -58,7 +53,7 @@ def test_splash_gives_the_same_numbers(time, window, kv_heads, segments):
     """Interpreted, in float32: also for lengths that need padding, windows, segments and shared keys."""
     x = heads(time, kv_heads=kv_heads, segments=segments)
     found = with_gradients(lambda x: F.splash(x, window, interpret=True), x)
-    assert_close(found, with_gradients(lambda x: xla(x, window), x), 2e-5)
+    close(found, with_gradients(lambda x: xla(x, window), x), 2e-5)
 
 
 def test_splash_on_a_mesh():
@@ -70,7 +65,7 @@ def test_splash_on_a_mesh():
     assert (partition.batch, partition.heads) == (("data", "fsdp"), ("tensor",))
     partition = dataclasses.replace(partition, mesh=mesh)
     found = with_gradients(lambda x: F.partitioned_splash(x, None, partition, interpret=True), x)
-    assert_close(found, with_gradients(lambda x: xla(x, None), x), 2e-5)
+    close(found, with_gradients(lambda x: xla(x, None), x), 2e-5)
 
 
 @pytest.mark.parametrize(("window", "kv_heads"), [(None, 2), (70, 1)])
@@ -78,7 +73,7 @@ def test_dot_product_attention_gives_the_same_numbers(window, kv_heads):
     """The arguments that cuDNN gets, in XLA's form of the same function."""
     x = heads(100, kv_heads=kv_heads)
     found = with_gradients(lambda x: F.dot_product(x, window, "xla"), x)
-    assert_close(found, with_gradients(lambda x: xla(x, window), x), 2e-5)
+    close(found, with_gradients(lambda x: xla(x, window), x), 2e-5)
 
 
 def test_what_the_kernels_serve():

@@ -22,6 +22,7 @@ from atlasjax.train.optimizer import decay_mask
 from atlasjax.train.setup import prepare
 from experiments.gam.models import MODELS, PARAMETERS
 from tests.comparisons import close
+from tests.streams import streamed
 
 BATCH, TIME, VOCAB = 2, 14, 17
 
@@ -105,11 +106,9 @@ def test_stream_and_packed_documents_count_positions(name):
     model = nnx.merge(graphdef, params)
     expected = parallel(params, tokens())
     extend = jax.jit(lambda p, x, cache: nnx.merge(graphdef, p).extend(x, cache))
-    cache, pieces = model.init_cache(BATCH, 20), []
-    for piece in (tokens()[:, :5], tokens()[:, 5:6], tokens()[:, 6:]):
-        logits, cache = extend(params, piece, cache)
-        pieces.append(logits)
-    close(jnp.concatenate(pieces, axis=1), expected)
+    empty = model.init_cache(BATCH, 20)
+    logits, cache = streamed(functools.partial(extend, params), tokens(), empty, (0, 5, 6, TIME))
+    close(logits, expected)
     assert isinstance(cache, PositionedCache)
     np.testing.assert_array_equal(cache.position, [[TIME] * BATCH])
     beyond, _ = extend(params, tokens()[:, :1], cache)

@@ -13,6 +13,7 @@ from atlasjax.nn import CachingConfig, HierarchyConfig, MemoryConfig, ModelConfi
 from atlasjax.nn.gates import GateProjection
 from atlasjax.nn.memory_mixer import MemoryMixer
 from atlasjax.presets import get_preset
+from tests.streams import streamed
 
 HIERARCHY = HierarchyConfig(global_chunk=8, local_chunks=(4, 2), restart=4)
 
@@ -54,11 +55,7 @@ def test_a_stream_of_a_mixer():
     x = jax.random.normal(jax.random.key(1), (2, 11, 8))
     y, norm = mixer.observe(x)
     assert norm.shape == (2, 2)
-    state, pieces = mixer.init_state(2), []
-    for begin, end in ((0, 5), (5, 10), (10, 11)):
-        piece, state = mixer.extend(x[:, begin:end], state)
-        pieces.append(piece)
-    np.testing.assert_allclose(jnp.concatenate(pieces, axis=1), y, atol=1e-5)
+    np.testing.assert_allclose(streamed(mixer.extend, x, mixer.init_state(2), (0, 5, 10, 11))[0], y, atol=1e-5)
     finer = dataclasses.replace(memory_config, hierarchy=dataclasses.replace(HIERARCHY, fine_chunks=(1, 1)))
     other = MemoryMixer(dataclasses.replace(config, memory=finer), rngs=nnx.Rngs(0))
     assert jax.tree.all(jax.tree.map(jnp.array_equal, nnx.state(mixer, nnx.Param), nnx.state(other, nnx.Param)))

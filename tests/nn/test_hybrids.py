@@ -28,6 +28,7 @@ from atlasjax.nn.parameters import values
 from tests import comparisons
 from tests.marks import some_slow
 from tests.nn.cases import HYBRIDS
+from tests.streams import streamed
 
 DIM, HEADS, HEAD, BATCH, TIME, SEGMENT, WINDOW = 12, 2, 4, 2, 22, 4, 5
 MEMORIES = {
@@ -205,13 +206,7 @@ def jitted_extend(name, rule):
 
 
 def stream(name, rule, x, state, cuts):
-    shapes = jax.tree.map(lambda x: (x.shape, x.dtype), state)
-    pieces = []
-    for start, stop in itertools.pairwise(cuts):
-        y, state = jitted_extend(name, rule)(make(name, rule)[1], x[:, start:stop], state)
-        assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == shapes
-        pieces.append(y)
-    return jnp.concatenate(pieces, axis=1), state
+    return streamed(functools.partial(jitted_extend(name, rule), make(name, rule)[1]), x, state, cuts)
 
 
 @each_case(*CASES, slow=CASES[-1:])

@@ -11,6 +11,7 @@ from flax import nnx
 from atlasjax.nn import AttentionConfig, InnerLoopConfig, LanguageModel, ModelConfig, check_divided
 from atlasjax.nn.model import InnerCache
 from atlasjax.train import state as state_lib
+from tests.comparisons import close
 
 VOCAB, DIM, WINDOW, CHUNK, TIME = 7, 4, 4, 3, 10
 INNER = InnerLoopConfig(layers=2, periods=(CHUNK, 2 * CHUNK), learning_rate=0.1, clip=0.3, mlp_dim=5)
@@ -126,9 +127,8 @@ def test_values_and_outer_gradients_are_those_of_the_definition(model, tokens, l
             return jnp.sum(y * weights), y
 
         expected, values = jax.jit(jax.grad(theirs, has_aux=True))(exact)
-    np.testing.assert_allclose(logits, values, atol=1e-4 * np.abs(values).max())
-    for ours, theirs in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=2e-4 * np.abs(theirs).max())
+    close(logits, values, 1e-4)
+    close(gradient, expected, 2e-4)
 
 
 def read(model, tokens, cache, pieces):

@@ -1,7 +1,6 @@
 """Multi-head latent attention against its definition: values, gradients, streams, segments, dtypes, divided heads and tokens."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,9 @@ from atlasjax.memory import Partition
 from atlasjax.mixers import latent_attention as L
 from atlasjax.nn import MLAConfig, ModelConfig, logical_axes
 from atlasjax.nn.latent_attention import LatentAttentionMixer
+from tests.comparisons import close
 from tests.marks import if_slow
+from tests.streams import check_rows_apart, streamed
 
 # From nine tokens on a stream expands the keys and values.
 BATCH, HEADS, LATENT, SHARED, OWN, VALUE, THETA = 2, 3, 16, 4, 5, 6, 100.0
@@ -58,12 +59,6 @@ def definition(q, latent, key, up, theta, ids=None):
     return jnp.einsum("bhts,bshv->bthv", weights, expanded[..., OWN:])
 
 
-def close(got, expected, tolerance=1e-5):
-    """Relative to the largest expected number."""
-    expected = np.asarray(expected, np.float64)
-    np.testing.assert_allclose(np.asarray(got, np.float64), expected, rtol=0, atol=tolerance * np.abs(expected).max())
-
-
 def graded(f, x):
     """(value, gradients) of a weighted sum of f's output, and the output."""
     weights = np.cos(np.arange(BATCH * x["q"].shape[1] * HEADS * VALUE)).reshape(BATCH, -1, HEADS, VALUE)
@@ -88,34 +83,27 @@ def test_values_and_gradients(time, theta, packed):
     """Of whole sequences, and of a stream in two pieces, which share no code but the read."""
     x, ids = arrays(time), jnp.asarray(IDS) if packed else None
 
-    def streamed(q, latent, key, up):
-        cache, pieces = L.init_cache(BATCH, time, LATENT, SHARED, jnp.float32), []
-        for part in (slice(0, time // 2), slice(time // 2, time)):
-            y, cache = L.extend(q[:, part], latent[:, part], key[:, part], up, cache, rope_theta=theta)
-            pieces.append(y)
-        return jnp.concatenate(pieces, axis=1)
+    def in_pieces(up, **x):
+        empty = L.init_cache(BATCH, time, LATENT, SHARED, jnp.float32)
+        extend = lambda x, cache: L.extend(**x, up=up, cache=cache, rope_theta=theta)
+        return streamed(extend, x, empty, [0, time // 2, time])[0]
 
     whole = lambda **x: L.latent_attention(**x, rope_theta=theta, segment_ids=ids)
-    forms = (whole,) if packed else (whole, streamed)
+    forms = (whole,) if packed else (whole, in_pieces)
     for y, gradients in jax.jit(lambda x: [graded(form, x) for form in forms])(x):
         close(y, exact(time, theta, packed)[0])
         for name, gradient in gradients.items():
             close(gradient, exact(time, theta, packed)[1][name], 2e-5)
 
 
-@functools.cache
-def jitted_extend(layer):
-    return jax.jit(lambda x, up, cache: L.extend(**x, up=up, cache=cache, rope_theta=THETA, layer=layer))
+@functools.partial(jax.jit, static_argnames="layer")
+def extend(x, cache, up, layer=None):
+    return L.extend(**x, up=up, cache=cache, rope_theta=THETA, layer=layer)
 
 
 def stream(x, cuts, cache, layer=None):
-    pieces, shapes = [], jax.tree.map(jnp.shape, cache)
-    for start, stop in itertools.pairwise(cuts):
-        piece = {name: x[name][:, start:stop] for name in ("q", "latent", "key")}
-        y, cache = jitted_extend(layer)(piece, x["up"], cache)
-        assert jax.tree.map(jnp.shape, cache) == shapes
-        pieces.append(y)
-    return np.concatenate(pieces, axis=1), cache
+    of_tokens = {name: x[name] for name in ("q", "latent", "key")}
+    return streamed(functools.partial(extend, up=x["up"], layer=layer), of_tokens, cache, cuts)
 
 
 def test_every_split_of_a_stream():
@@ -143,11 +131,7 @@ def test_tokens_beyond_a_full_cache_are_nan_and_rows_may_be_apart():
     close(y[:, :9], expected[:, :9])
     assert np.all(np.isnan(y[:, 9:]))
     empty = L.init_cache(BATCH, 13, LATENT, SHARED, jnp.float32)
-    early, late = stream(x, [0, 3], empty)[1], stream(x, [0, 7], empty)[1]
-    mixed = jax.tree.map(lambda a, b: jnp.stack([a[0], b[1]]), early, late)
-    pieces = {name: np.stack([x[name][0, 3:9], x[name][1, 7:13]]) for name in ("q", "latent", "key")}
-    y, _ = stream(pieces | {"up": x["up"]}, [0, 1, 6], mixed)
-    close(y, np.stack([expected[0, 3:9], expected[1, 7:13]]))
+    check_rows_apart(functools.partial(extend, up=x.pop("up")), x, expected, empty, [3, 7], [[0, 1, 6]])
 
 
 def test_bfloat16():

@@ -23,6 +23,7 @@ from atlasjax.nn import (
 )
 from atlasjax.nn.attention import AttentionMixer
 from tests.marks import if_slow, some_slow
+from tests.streams import streamed
 
 # One rule for each way through the engines: matrix, LayerNorm inside, momentum, window with features, Muon.
 MEMORIES = {
@@ -74,14 +75,9 @@ def test_streamed_is_parallel(rule):
     extend = jax.jit(lambda p, tokens, cache: nnx.merge(graphdef, p).extend(tokens, cache))
 
     def stream(cuts):
-        cache = nnx.merge(graphdef, params).init_cache(BATCH)
-        sizes = jax.tree.map(jnp.shape, cache)
-        pieces = []
-        for start, stop in itertools.pairwise(cuts):
-            logits, cache = extend(params, tokens()[:, start:stop], cache)
-            assert jax.tree.map(jnp.shape, cache) == sizes
-            pieces.append(logits)
-        np.testing.assert_allclose(jnp.concatenate(pieces, axis=1), expected, atol=2e-5, rtol=1e-4)
+        empty = nnx.merge(graphdef, params).init_cache(BATCH)
+        logits, cache = streamed(functools.partial(extend, params), tokens(), empty, cuts)
+        np.testing.assert_allclose(logits, expected, atol=2e-5, rtol=1e-4)
         return cache
 
     by_token, by_piece = stream(range(TIME + 1)), stream([0, 6, 7, 13, 14])
@@ -190,11 +186,7 @@ def test_bfloat16_is_close_to_float32():
 def stream(graphdef, params, cuts):
     """Logits of `tokens()` read in pieces."""
     extend = jax.jit(lambda p, x, cache: nnx.merge(graphdef, p).extend(x, cache))
-    cache, pieces = nnx.merge(graphdef, params).init_cache(BATCH), []
-    for start, stop in itertools.pairwise(cuts):
-        logits, cache = extend(params, tokens()[:, start:stop], cache)
-        pieces.append(logits)
-    return jnp.concatenate(pieces, axis=1)
+    return streamed(functools.partial(extend, params), tokens(), nnx.merge(graphdef, params).init_cache(BATCH), cuts)[0]
 
 
 def test_a_pattern_is_its_layers_in_turn():
@@ -377,11 +369,7 @@ def test_caches_of_all_layers_in_place(mixer):
     graphdef, params = nnx.split(model)
     tokens = jax.random.randint(jax.random.key(1), (BATCH, TIME), 0, VOCAB)
     extend = jax.jit(lambda params, tokens, cache: nnx.merge(graphdef, params).extend(tokens, cache))
-    cache, pieces = model.init_cache(BATCH, TIME), []
-    for start, stop in itertools.pairwise([0, 1, 2, 8, 9, 10, 11, 12, 13, 14]):
-        logits, cache = extend(params, tokens[:, start:stop], cache)
-        pieces.append(logits)
+    cuts = [0, 1, 2, 8, 9, 10, 11, 12, 13, 14]
+    logits, _ = streamed(functools.partial(extend, params), tokens, model.init_cache(BATCH, TIME), cuts)
     expected = jax.jit(lambda params: nnx.merge(graphdef, params)(tokens))(params)
-    np.testing.assert_allclose(
-        np.concatenate(pieces, axis=1), expected, rtol=0, atol=2e-5 * float(jnp.abs(expected).max())
-    )
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=2e-5 * float(jnp.abs(expected).max()))

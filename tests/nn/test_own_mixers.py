@@ -22,6 +22,7 @@ from atlasjax.nn import (
 from atlasjax.nn.config import MIXER_NAMES
 from atlasjax.nn.mixer_check import check_own_calls, why_not_decoded
 from atlasjax.nn.mixers import MIXERS
+from tests.streams import streamed
 
 DIM = 8
 
@@ -436,11 +437,8 @@ def test_the_librarys_mixers_pass_under_a_name_of_their_own(name):
 def test_an_own_mixer_decodes():
     model = LanguageModel(small(Average, dtype="float32"), rngs=nnx.Rngs(0))
     tokens = jax.random.randint(jax.random.key(0), (2, 6), 0, 16)
-    cache, logits = model.init_cache(2), []
-    for piece in jnp.split(tokens, (3, 4), axis=1):
-        y, cache = model.extend(piece, cache)
-        logits.append(y)
-    np.testing.assert_allclose(jnp.concatenate(logits, 1), model(tokens), rtol=1e-5, atol=1e-5)
+    logits, _ = streamed(model.extend, tokens, model.init_cache(2), (0, 3, 4, 6))
+    np.testing.assert_allclose(logits, model(tokens), rtol=1e-5, atol=1e-5)
 
 
 class IntegersWithoutLength(Integers):

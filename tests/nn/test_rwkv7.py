@@ -17,6 +17,7 @@ from flax import nnx
 from atlasjax.nn import MIXERS, ModelConfig, RWKV7Config, abstract_model
 from tests import comparisons
 from tests.marks import some_slow
+from tests.streams import streamed
 
 BATCH, TIME = 2, 9
 CUTS = (0, 4, 5, TIME)  # of the documents in a packed row
@@ -52,13 +53,8 @@ def test_streamed_is_parallel(mixer):
     graphdef, params, parallel = made(config)
     expected = parallel(params, tokens())
     extend = jax.jit(lambda p, x, cache: nnx.merge(graphdef, p).extend(x, cache))
-    cache, pieces = jax.jit(lambda p: nnx.merge(graphdef, p).init_cache(BATCH))(params), []
-    shapes = jax.tree.map(lambda x: (x.shape, x.dtype), cache)
-    for start, stop in itertools.pairwise((0, 1, 4, 7, 8, TIME)):
-        logits, cache = extend(params, tokens()[:, start:stop], cache)
-        assert jax.tree.map(lambda x: (x.shape, x.dtype), cache) == shapes
-        pieces.append(logits)
-    close(np.concatenate(pieces, axis=1), expected)
+    empty = jax.jit(lambda p: nnx.merge(graphdef, p).init_cache(BATCH))(params)
+    close(streamed(functools.partial(extend, params), tokens(), empty, (0, 1, 4, 7, 8, TIME))[0], expected)
 
 
 @functools.cache

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ from atlasjax.nn import ModelConfig, SelfModifyingConfig
 from atlasjax.nn.mixers import MIXERS
 from tests import comparisons
 from tests.nn.self_modifying_formula import self_modifying
+from tests.streams import streamed
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
 CONFIG = ModelConfig(
@@ -64,11 +64,8 @@ def test_bounded_streams_and_packed_rows():
     whole = run(True, params, x)
     extend = jax.jit(lambda p, x, state: nnx.merge(graphdef, p).extend(x, state))
     for cuts in (range(15), (0, 5, 6, 9, 14)):
-        state, pieces = nnx.merge(graphdef, params).init_state(2), []
-        for start, stop in itertools.pairwise(cuts):
-            y, state = extend(params, x[:, start:stop], state)
-            pieces.append(y)
-        close(jnp.concatenate(pieces, axis=1), whole)
+        empty = nnx.merge(graphdef, params).init_state(2)
+        close(streamed(functools.partial(extend, params), x, empty, cuts)[0], whole)
     ids = jnp.array([[0] * 5 + [1] * 9, [2] * 14])
     packed = jax.jit(lambda p, x: nnx.merge(graphdef, p)(x, ids, 2))(params, x)
     close(packed[0, 5:], run(True, params, jnp.roll(x, -5, axis=1))[0, :9])

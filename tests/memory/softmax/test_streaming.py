@@ -8,7 +8,7 @@ import pytest
 from atlasjax import memory
 from atlasjax.memory.softmax.init import init_state
 from tests.marks import each_name, some_slow
-from tests.memory.cases import assert_close, check_every_split, steps
+from tests.memory.cases import assert_close, check_every_split_and_read, steps
 from tests.memory.softmax.cases import RULES, make_inputs
 
 EXACT = 1e-9
@@ -33,10 +33,7 @@ def test_every_split(name, x64, short_blocks):
     rule = RULES[name]
     params, *tokens = make_inputs(rule, batch=1, time=TIME, dtype=jnp.float64)
     state = init_state(rule, params, batch_size=1, max_length=TIME, dtype=jnp.float64)
-    starts, _, after, expected = check_every_split(rule, params, tokens, state, state, PIECE, EXACT)
-    last = starts + PIECE - 1
-    looked = jax.jit(lambda: memory.read(rule, params, after, tokens[0][0, last, None]))()
-    assert_close(looked[:, 0], expected[0, last], EXACT, what="read")
+    check_every_split_and_read(rule, params, tokens, PIECE, EXACT, state)
 
 
 def test_float64_tokens_after_a_float32_state(x64):

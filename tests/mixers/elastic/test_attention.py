@@ -1,7 +1,6 @@
 """Elastic block attention against its definition, token by token: values, gradients, streams, documents, dtypes."""
 
 import functools
-import itertools
 from dataclasses import replace
 
 import jax
@@ -14,6 +13,7 @@ from atlasjax.mixers.elastic import banks, hippo, sampling
 from atlasjax.mixers.rotary import rotate
 from tests.comparisons import close, close_with_gradients
 from tests.marks import if_slow
+from tests.streams import check_rows_apart, streamed
 
 BATCH, HEADS, KEY, VALUE, THETA = 2, 2, 4, 6, 100.0
 ORDER, SIZE, SAMPLES = 7, 5, 6
@@ -90,19 +90,9 @@ def test_the_first_block_has_no_memory():
     assert np.abs(np.asarray(y - other))[:, SIZE:].max() > 0.1
 
 
-@functools.cache
-def jitted_extend():
-    return jax.jit(lambda q, k, v, state, matrices: A.extend(q, k, v, state, matrices, R, rope_theta=THETA))
-
-
-def stream(x, state, cuts):
-    pieces, shapes = [], jax.tree.map(jnp.shape, state)
-    matrices = bank(A.blocks_needed(state.max_length, SIZE))
-    for start, stop in itertools.pairwise(cuts):
-        y, state = jitted_extend()(*(a[:, start:stop] for a in x), state, matrices)
-        assert jax.tree.map(jnp.shape, state) == shapes
-        pieces.append(y)
-    return jnp.concatenate(pieces, axis=1), state
+@jax.jit
+def extend(x, state):
+    return A.extend(*x, state, bank(A.blocks_needed(state.max_length, SIZE)), R, rope_theta=THETA)
 
 
 def fresh(length=17):
@@ -116,7 +106,7 @@ def test_streamed_is_parallel_at_every_split():
     # Each length of a piece is a compilation: one of 7 tokens begins at every place in a block.
     pieces_of_seven = ([*range(cut + 1), *range(cut + 7, 13)] for cut in range(6))
     for cuts in [range(13), [0, 12], [0, 1, 4, 5, 6, 12], *pieces_of_seven]:
-        y, state = stream(x, fresh(), cuts)
+        y, state = streamed(extend, x, fresh(), cuts)
         close(y, expected)
         states.append(state)
     for state in states[1:]:
@@ -127,22 +117,15 @@ def test_streamed_is_parallel_at_every_split():
 
 def test_rows_of_a_stream_may_have_read_different_numbers_of_tokens():
     x = arrays(16)
-    _, early = stream(x, fresh(), [0, 3])
-    _, late = stream(x, fresh(), [0, 8])
-    mixed = jax.tree.map(lambda a, b: jnp.stack([a[0], b[1]]), early, late)
-    pieces = [jnp.stack([a[0, 3:11], a[1, 8:16]]) for a in x]
-    whole = parallel(*x)
-    for cuts in ([0, 8], range(9)):
-        y, _ = stream(pieces, mixed, cuts)
-        close(y, jnp.stack([whole[0, 3:11], whole[1, 8:16]]))
+    check_rows_apart(extend, x, parallel(*x), fresh(), [3, 8], [[0, 8], range(9)])
 
 
 def test_another_reconstruction_is_used_from_the_next_block_on():
     """However the stream is split: the samples of the current block were taken when it began."""
     x, other = arrays(14), sampling.sampled_reconstruction(ORDER, "uniform", SAMPLES, 20.0)
-    _, begun = stream(x, fresh(), [0, 7])
-    extend = jax.jit(lambda q, k, v, state, r: A.extend(q, k, v, state, bank(3), r, rope_theta=THETA))
-    run = lambda start, stop, state, r=other: extend(*(a[:, start:stop] for a in x), state, r)
+    _, begun = streamed(extend, x, fresh(), [0, 7])
+    with_r = jax.jit(lambda q, k, v, state, r: A.extend(q, k, v, state, bank(3), r, rope_theta=THETA))
+    run = lambda start, stop, state, r=other: with_r(*(a[:, start:stop] for a in x), state, r)
     y, _ = run(7, 14, begun)
     old, _ = run(7, 10, begun, R)
     close(y[:, :3], old)
@@ -158,7 +141,7 @@ def test_another_reconstruction_is_used_from_the_next_block_on():
 def test_tokens_beyond_max_length_are_nan():
     x = arrays(17)
     for cuts in ([0, 17], range(18)):
-        y, _ = stream(x, fresh(8), cuts)
+        y, _ = streamed(extend, x, fresh(8), cuts)
         close(y[:, :8], parallel(*x)[:, :8])
         assert np.all(np.isnan(y[:, 8:]))
 
