@@ -93,13 +93,13 @@ def lazily(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
 
     Args:
       package: its name.
-      modules: name of a module in it → its public names, with spaces between them.
+      modules: name of a module in it (after a dot: beside it) → its public names, with spaces between them.
     """
     home = {name: module for module, names in modules.items() for name in names.split()}
 
     def get(name: str) -> Any:
         if name in home:
-            return getattr(importlib.import_module(f"{package}.{home[name]}"), name)
+            return getattr(importlib.import_module(f".{home[name]}", package), name)
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     return get

@@ -183,6 +183,12 @@ def objective(fn, rule, params, q, k, v, gates, state=None, **kwargs):
     return total, (y, state)
 
 
+def graded(fn, rule, *args, **options):
+    """((objective, (y, state)), its gradients by params, q, k, v and gates) of one compiled call."""
+    run = lambda *args: objective(fn, rule, *args, **options)
+    return jax.jit(jax.value_and_grad(run, argnums=(0, 1, 2, 3, 4), has_aux=True))(*args)
+
+
 def slice_time(gates, start, stop):
     return jax.tree.map(lambda x: x[:, start:stop], gates)
 

@@ -13,7 +13,7 @@ from atlasjax.memory import Bound, bounds, call_checks, features, objectives, op
 from atlasjax.memory.blocks import largest_entry
 from atlasjax.memory.fast_weights.rule import MemoryRule
 from tests.marks import if_slow, some_slow
-from tests.memory.cases import RULES, assert_close, make_inputs, objective, slice_time
+from tests.memory.cases import RULES, assert_close, graded, make_inputs, slice_time
 
 RELU = structures.MLP(expansion=2, activation="relu")
 MATRIX, GD = structures.Matrix(), optimizers.GradientDescent()
@@ -187,11 +187,8 @@ def test_keys_that_are_not_parallel_need_a_decay(x64):
 def test_the_engine_is_the_reference_where_the_bound_acts(name, x64):
     rule = RULES[name]
     params, *rest = bold(rule, **({"step_size": 1.0} | BOLD[name]))
-    fn = lambda scan: jax.jit(
-        jax.value_and_grad(lambda *args: objective(scan, rule, *args), argnums=(0, 1, 2, 3, 4), has_aux=True)
-    )
-    expected = fn(memory.reference)(params, *rest)
-    assert_close(fn(memory.scan)(params, *rest), expected, 1e-8)
+    expected = graded(memory.reference, rule, params, *rest)
+    assert_close(graded(memory.scan, rule, params, *rest), expected, 1e-8)
     different, _ = memory.reference(rule.unbounded(), params, None, *rest)
     assert not jnp.abs(different - expected[0][1][0]).max() < 1e-3  # it acts
 
@@ -231,10 +228,8 @@ def test_a_fresh_call_of_one_chunk_begins_within_the_bound(name, x64):
     params, *rest = bold(rule, time=16)
     norm = lambda w: jnp.linalg.norm(w, axis=(-2, -1)) / w.shape[-2] ** 0.5
     assert any((norm(w) > 0.1).any() for w in params.weights.values())
-    fn = lambda scan: jax.jit(
-        jax.value_and_grad(lambda *args: objective(scan, rule, *args), argnums=(0, 1, 2, 3, 4), has_aux=True)
-    )
-    assert_close(fn(memory.scan)(params, *rest), fn(memory.reference)(params, *rest), 1e-8)
+    found, expected = (graded(fn, rule, params, *rest) for fn in (memory.scan, memory.reference))
+    assert_close(found, expected, 1e-8)
 
 
 def test_online_rules_are_the_papers_while_their_steps_are_safe(x64):
@@ -430,8 +425,4 @@ def without_effect(rule, dtype=jnp.float64, time=11, **overrides):
 def test_the_derivative_of_a_step_that_is_zero(rule, x64):
     """Of a token with n = 0: its value and its step are zero, but not how later tokens depend on it."""
     inputs = without_effect(rule)
-    gradients = [
-        jax.jit(jax.grad(lambda *arrays, fn=fn: objective(fn, rule, *arrays)[0], argnums=(0, 1, 2, 3, 4)))(*inputs)
-        for fn in (memory.scan, memory.reference)
-    ]
-    assert_close(*gradients, 1e-10)
+    assert_close(*(graded(fn, rule, *inputs)[1] for fn in (memory.scan, memory.reference)), 1e-10)

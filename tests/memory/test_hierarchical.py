@@ -10,7 +10,7 @@ import pytest
 
 from atlasjax import memory, rules
 from atlasjax.memory import HierarchicalRule, structures
-from tests.memory.cases import assert_close, objective, steps
+from tests.memory.cases import assert_close, graded, steps
 from tests.memory.cases import make_inputs as plain_inputs
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
@@ -93,13 +93,8 @@ def test_values_and_gradients(name, packed, x64):
     rule = CASES[name]
     args = make_inputs(rule)
     ids = {"segment_ids": IDS} if packed else {}
-
-    def compared(fn, **options):
-        loss = lambda args: objective(fn, rule, *args, **ids, **options)
-        return jax.jit(jax.value_and_grad(loss, has_aux=True))(args)
-
-    found = compared(memory.scan, **({"max_segments": 3} if packed else {}))
-    expected = compared(memory.reference)
+    found = graded(memory.scan, rule, *args, **ids, max_segments=3 if packed else None)
+    expected = graded(memory.reference, rule, *args, **ids)
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for a, b in zip(found, expected, strict=True):
         assert_close(a, b, EXACT)

@@ -1,7 +1,6 @@
 """Mesa memories: both solvers against the definition, against the regression in NumPy, and where the steps do not converge."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +9,7 @@ import pytest
 
 from atlasjax import memory, rules
 from tests.marks import some_slow
-from tests.memory.cases import assert_close, check_every_split_and_read, objective, slice_time
+from tests.memory.cases import assert_close, check_every_split_and_read, graded, objective, slice_time
 
 TIME, PIECE = 75, 5  # more than a chunk of either solver, and no multiple
 CASES = {"conjugate_gradient": rules.mesa(), "exact": rules.mesa("exact")}
@@ -46,15 +45,8 @@ def ridge_of(params):
 def test_values_and_gradients(name, packed, x64):
     rule, args = CASES[name], make_inputs()
     ids = {"segment_ids": IDS} if packed else {}
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def graded(fn, *args):
-        more = ids | ({"max_segments": 4} if packed and fn is memory.scan else {})
-        run = lambda *args: objective(fn, rule, *args, **more)
-        return jax.value_and_grad(run, argnums=(0, 1, 2, 3, 4), has_aux=True)(*args)
-
-    (_, values), gradients = graded(memory.scan, *args)
-    (_, expected), expected_gradients = graded(memory.reference, *args)
+    (_, values), gradients = graded(memory.scan, rule, *args, **ids, max_segments=4 if packed else None)
+    (_, expected), expected_gradients = graded(memory.reference, rule, *args, **ids)
     assert_close(values, expected, 1e-12)
     assert_close(gradients, expected_gradients, 1e-10)
 
@@ -93,10 +85,8 @@ def test_solvers_agree(dtype, tolerance):
 
 def test_gradients_by_steps_are_those_of_the_exact_form():
     args = make_inputs(key_dim=32, value_dim=32, dtype=jnp.float32)
-    graded = lambda rule: jax.jit(jax.grad(lambda *a: objective(memory.scan, rule, *a)[0], argnums=(0, 1, 2, 3, 4)))(
-        *args
-    )
-    assert_close(graded(CASES["conjugate_gradient"]), graded(CASES["exact"]), 1e-5)
+    by_steps, exact = (graded(memory.scan, CASES[name], *args)[1] for name in ("conjugate_gradient", "exact"))
+    assert_close(by_steps, exact, 1e-5)
 
 
 ZEROS = [{"retention": 0.0}, {"step_size": 0.0}, {"retention": 0.0, "step_size": 0.0}]

@@ -12,7 +12,7 @@ from flax import nnx
 from atlasjax import memory, nn, rules
 from atlasjax.memory import CachedRule, NormalizedRule, features
 from tests.marks import some_slow
-from tests.memory.cases import assert_close, check_every_split_and_read, objective
+from tests.memory.cases import assert_close, check_every_split_and_read, graded
 from tests.streams import streamed
 
 TIME = 23
@@ -61,13 +61,8 @@ def published(rule, params, q, k, v, gates):
 @pytest.mark.parametrize("name", some_slow(CASES, ["gla"]))
 def test_values_and_gradients_of_packed_rows(name, x64):
     rule, args = CASES[name], make_inputs(CASES[name])
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def graded(fn, *args):
-        more = {"segment_ids": IDS} | ({"max_segments": 4} if fn is memory.scan else {})
-        return jax.value_and_grad(lambda *a: objective(fn, rule, *a, **more), (0, 1, 2, 3, 4), has_aux=True)(*args)
-
-    assert_close(graded(memory.scan, *args), graded(memory.reference, *args), 1e-10)
+    found = graded(memory.scan, rule, *args, segment_ids=IDS, max_segments=4)
+    assert_close(found, graded(memory.reference, rule, *args, segment_ids=IDS), 1e-10)
 
 
 @pytest.mark.parametrize("name", CASES)

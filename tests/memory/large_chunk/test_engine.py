@@ -8,7 +8,7 @@ import pytest
 from atlasjax import memory
 from atlasjax.memory import LargeChunkRule, objectives, structures
 from atlasjax.memory.large_chunk import scan
-from tests.memory.cases import assert_close, check_every_split, objective
+from tests.memory.cases import assert_close, check_every_split, graded
 from tests.memory.large_chunk.cases import RULES, make_inputs
 
 EXACT = 1e-9
@@ -19,13 +19,8 @@ IDS = jnp.asarray([[0] * 9 + [1] * 2 + [2] * 12, [3] * 16 + [4] * 7])
 def test_values_and_gradients(name, x64):
     rule = RULES[name]
     inputs = make_inputs(rule)
-
-    def both(fn):
-        value = lambda *inputs: objective(fn, rule, *inputs)
-        (_, results), gradients = jax.jit(jax.value_and_grad(value, argnums=(0, 1, 2, 3, 4), has_aux=True))(*inputs)
-        return results, gradients
-
-    assert_close(both(memory.scan), both(memory.reference), EXACT)
+    found, expected = (graded(fn, rule, *inputs) for fn in (memory.scan, memory.reference))
+    assert_close((found[0][1], found[1]), (expected[0][1], expected[1]), EXACT)
 
 
 @pytest.mark.parametrize("name", RULES)
