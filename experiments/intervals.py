@@ -8,6 +8,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import scipy.stats
@@ -159,6 +160,12 @@ def compare(better: Sequence[float], worse: Sequence[float]) -> Comparison:
     return Comparison(found, float(np.mean(found)), bootstrap(found), student(found))
 
 
+def paired(better: Mapping[Any, float], worse: Mapping[Any, float]) -> Comparison | None:
+    """The comparison of two mappings, seed → number, over the seeds that both have; None without any."""
+    seeds = sorted(better.keys() & worse.keys())
+    return compare([better[seed] for seed in seeds], [worse[seed] for seed in seeds]) if seeds else None
+
+
 def clearly_above(values: Mapping[int, float], level: float | Mapping[int, float]) -> bool:
     """Whether a thing is above a level by the rule of `Comparison.verdict`.
 
@@ -167,5 +174,5 @@ def clearly_above(values: Mapping[int, float], level: float | Mapping[int, float
       level: one number, or seed → number, of which the seeds that both have count.
     """
     levels = level if isinstance(level, Mapping) else dict.fromkeys(values, level)
-    seeds = sorted(values.keys() & levels.keys())
-    return bool(seeds) and compare([values[s] for s in seeds], [levels[s] for s in seeds]).verdict == "reproduced"
+    found = paired(values, levels)
+    return found is not None and found.verdict == "reproduced"

@@ -3,7 +3,8 @@
 import dataclasses
 from collections.abc import Iterable, Mapping
 
-from experiments.intervals import Comparison, clearly_above, compare
+from experiments import pages
+from experiments.intervals import Comparison, clearly_above, paired
 
 Published = Mapping[str, Mapping[str, float]]  # model → task → accuracy in percent
 Ours = Mapping[tuple[str, str], Mapping[int, float]]  # (task, model) → seed → accuracy
@@ -51,8 +52,7 @@ def orders(
                 continue
             better, worse = (a, b) if published[a][task] > published[b][task] else (b, a)
             sides = [ours.get((task, name), {}) for name in (better, worse)]
-            if seeds := sorted(sides[0].keys() & sides[1].keys()):
-                comparison = compare(*([side[seed] for seed in seeds] for side in sides))
+            if (comparison := paired(*sides)) is not None:
                 numbers = published[better][task], published[worse][task]
                 level = (levels or {}).get(task)
                 chance = level is not None and not any(clearly_above(side, level) for side in sides)
@@ -75,17 +75,14 @@ def table(paper: str, found: Iterable[Order]) -> Iterable[str]:
         f"a positive one agrees with the paper. {AT_CHANCE.capitalize()}: neither model is clearly above "
         "what needs no memory.\n"
     )
-    yield "| task | order | published | here | 95%, bootstrap | 95%, t | seeds | verdict | seeds needed |"
-    yield "| --- | --- | ---: | ---: | ---: | ---: | ---: | --- | ---: |"
-    for order in found:
-        ours = order.comparison
-        needed = ours.runs_needed if order.verdict == "undecided" else None
-        published = f"{order.published[0]:g} – {order.published[1]:g}"
-        cells = (
-            order.task.replace("_", " "),
-            f"{order.better} > {order.worse}",
-            published,
-            f"{100 * ours.effect:+.1f}",
-            *intervals(ours),
-        )
-        yield (f"| {' | '.join(cells)} | {ours.seeds} | {order.verdict} | {'' if needed is None else f'{needed:,}'} |")
+    columns = ("task", "order", "published", "here", "95%, bootstrap", "95%, t", "seeds", "verdict", "seeds needed")
+    yield from pages.table(columns, map(_cells, found), left=(0, 1, 7))
+
+
+def _cells(order: Order) -> tuple[object, ...]:
+    ours = order.comparison
+    needed = ours.runs_needed if order.verdict == "undecided" else None
+    return (
+        order.task.replace("_", " "), f"{order.better} > {order.worse}", f"{order.published[0]:g} – {order.published[1]:g}",
+        f"{100 * ours.effect:+.1f}", *intervals(ours), ours.seeds, order.verdict, "" if needed is None else f"{needed:,}",
+    )  # fmt: skip

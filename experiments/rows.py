@@ -5,6 +5,7 @@ import fcntl
 import gzip
 import hashlib
 import json
+import operator
 import os
 import pathlib
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -80,9 +81,15 @@ def rows_of_recipe(path: pathlib.Path, recipe: Any, key: Callable[[Row], K]) -> 
     return {key(row): row for row in rows}
 
 
-def by_model(row: Row) -> str:
-    """The key of rows with one for each model."""
-    return row["model"]
+by_model = operator.itemgetter("model")  # the key of rows with one for each model
+
+
+def at_least_one(recipe: Any, what: str, names: Iterable[str]) -> None:
+    """Raises ValueError for a field of a recipe below one; None is no number."""
+    for name in names:
+        value = getattr(recipe, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{what}: {name} must be at least 1, got {value}.")
 
 
 def text_name(paths: Sequence[str]) -> str:

@@ -27,7 +27,7 @@ from atlasjax.train.setup import prepare
 from experiments import command
 from experiments.added_memory import text
 from experiments.added_memory.arms import ARMS, IMPORTED
-from experiments.rows import Row
+from experiments.rows import Row, at_least_one
 
 PRESET, FAMILY = "granite-h-tiny", "granitemoehybrid"
 FIRST, PUBLIC = "first", "public"  # the run of the model that is exported, and the folder of its weights
@@ -69,9 +69,7 @@ class Recipe:
     text: str = "library"
 
     def __post_init__(self) -> None:
-        for name in ("steps", "added_steps", "batch_size", "times", "windows", "needles"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"added_memory: {name} must be at least 1, got {getattr(self, name)}.")
+        at_least_one(self, "added_memory", ("steps", "added_steps", "batch_size", "times", "windows", "needles"))
         if self.length % SHORTEST:
             raise ValueError(f"added_memory: length must be a multiple of {SHORTEST}, got {self.length}.")
 

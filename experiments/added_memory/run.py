@@ -11,7 +11,7 @@ A row is one arm of one seed. Finished rows are skipped, so the same command res
 `<out>/partial`.
 """
 
-import dataclasses
+import operator
 import pathlib
 import shutil
 
@@ -20,14 +20,10 @@ from experiments.added_memory import text
 from experiments.added_memory.arms import ARMS, IMPORTED
 from experiments.added_memory.measure import Recipe, Tests, make_public, measure, run_path
 from experiments.added_memory.report import write
-from experiments.rows import Row, append_row, rows_of_recipe
+from experiments.rows import append_row, rows_of_recipe
 
 HERE = pathlib.Path(__file__).parent
-Key = tuple[int, str]
-
-
-def key_of(row: Row) -> Key:
-    return row["seed"], row["arm"]
+key_of = operator.itemgetter("seed", "arm")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -37,14 +33,12 @@ def main(argv: list[str] | None = None) -> None:
         "--only", nargs="+", choices=list(ARMS), default=list(ARMS), metavar="ARM", help=", ".join(ARMS)
     )
     parser.add_argument("--text", nargs="+", default=[], help="UTF-8 text files")
-    numbers = [field for field in dataclasses.fields(Recipe) if field.name != "text"]
-    for field in numbers:
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
+    command.add_fields(parser, Recipe)
     options = parser.parse_args(argv)
     try:
         command.check_seeds(options.seeds)
         name, identity = text.identity(options.text)
-        recipe = Recipe(**{field.name: getattr(options, field.name) for field in numbers}, text=identity)
+        recipe = command.recipe_of(Recipe, options, text=identity)
         training, held_out = text.split(options.text)
         Tests.of(recipe, held_out, 0)  # fail on sizes that do not fit before anything is trained
         path = options.out / f"{name}.jsonl"

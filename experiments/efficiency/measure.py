@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from experiments.rows import Row
+from experiments.rows import Row, at_least_one
 
 REFERENCE = "transformer++"
 # The main rows of the papers' comparisons of speed: M Figure 4, A's rules, E Table 8, G Table 2.
@@ -39,9 +39,7 @@ class Recipe:
     most_gib: float = 8.0
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "decoded_rows", "rounds"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"efficiency: {name} must be at least 1, got {getattr(self, name)}.")
+        at_least_one(self, "efficiency", ("tokens", "decoded_rows", "rounds"))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -56,20 +56,17 @@ def table(rows: list[Row]) -> str:
         f"last line has the tokens per second of {REFERENCE}, the median of all rows.\n"
     ]
     for kind, lengths, models in _parts(rows):
-        lines += [
-            f"**{TITLES[kind]}**\n",
-            f"| model | {' | '.join(f'{length:,}' for length in lengths)} | parameters |",
-        ]
-        lines += ["| --- |" + " ---: |" * (len(lengths) + 1)]
+        cells: list[tuple[str, ...]] = []
         for name, found in models.items():
-            cells = [_number(found.get(length)) for length in lengths]
-            lines.append(f"| {name} | {' | '.join(cells)} | {next(iter(found.values()))['parameters']:,} |")
+            parameters = f"{next(iter(found.values()))['parameters']:,}"
+            cells.append((name, *(_number(found.get(length)) for length in lengths), parameters))
         own = []
         for length in lengths:
             speeds = [speed(found[length], "reference_seconds") for found in models.values() if length in found]
             known = [x for x in speeds if x is not None]
             own.append(f"{statistics.median(known):,.0f} tokens/s" if known else "–")
-        lines += [f"| {REFERENCE} | {' | '.join(own)} | |", ""]
+        columns = ("model", *(f"{length:,}" for length in lengths), "parameters")
+        lines += [f"**{TITLES[kind]}**\n", *pages.table(columns, cells), f"{pages.line((REFERENCE, *own))} |", ""]
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -10,20 +10,19 @@ timed in turn within a row, so that a shared machine slows both. Finished rows a
 one. It runs on the device that jax finds; on a machine with a GPU or TPU set JAX_PLATFORMS=cpu for the CPU.
 """
 
-import dataclasses
+import operator
 import pathlib
 
 from experiments import command
 from experiments.efficiency.measure import KINDS, MODELS, REFERENCE, Recipe, config_of, measure, program
 from experiments.efficiency.report import write
-from experiments.rows import Row, append_row, rows_of_recipe
+from experiments.rows import append_row, rows_of_recipe
 
 HERE = pathlib.Path(__file__).parent
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 
 
-def key_of(row: Row) -> tuple[str, str, int]:
-    return row["kind"], row["model"], row["length"]
+key_of = operator.itemgetter("kind", "model", "length")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -31,15 +30,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--only", nargs="+", metavar="MODEL", default=list(MODELS), choices=MODELS)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS), help="tokens of the text")
-    for field in dataclasses.fields(Recipe):
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
+    command.add_fields(parser, Recipe)
     options = parser.parse_args(argv)
     import jax
 
     try:
         if min(options.lengths) < 1:
             raise ValueError(f"--lengths must be at least 1, got {min(options.lengths)}.")
-        recipe = Recipe(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Recipe)})
+        recipe = command.recipe_of(Recipe, options)
         for name in (REFERENCE, *options.only):
             config_of(name, max(options.lengths), recipe)  # fail on a wrong size before anything is measured
         path = options.out / f"{jax.default_backend()}-{recipe.size}.jsonl"

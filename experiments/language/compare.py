@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from experiments.intervals import compare
+from experiments.intervals import paired
 from experiments.rows import Row
 from experiments.studies.compare import Compared, Value
 
@@ -87,11 +87,9 @@ def compared(rows: Iterable[Row]) -> list[Compared]:
     for direction, pairs in PAIRS.items():
         for better, worse in pairs:
             a, b = models.get(better, {}), models.get(worse, {})
-            seeds = sorted(a.keys() & b.keys())
-            if not seeds:
-                continue
-            for place, value in places(a[seeds[0]]["recipe"]["length"]).items():
+            for place, value in places(next(iter(a.values()))["recipe"]["length"]).items() if a else ():
                 # A lower loss is better, so the loss of the worse one comes first.
-                found = compare([value(b[s]) for s in seeds], [value(a[s]) for s in seeds])
-                lines.append(Compared(direction, f"{better} against {worse}: {place}", found))
+                found = paired(*({seed: value(row) for seed, row in rows_of.items()} for rows_of in (b, a)))
+                if found is not None:
+                    lines.append(Compared(direction, f"{better} against {worse}: {place}", found))
     return lines

@@ -8,7 +8,7 @@ import numpy as np
 
 from atlasjax.nn import ModelConfig
 from experiments.language.models import LENGTH, model
-from experiments.rows import Row
+from experiments.rows import Row, at_least_one
 from experiments.studies.measure import Batch, sums
 from experiments.zoo import training
 
@@ -43,9 +43,7 @@ class Recipe:
     text: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("steps", "sweep_steps", "batch_size", "length", "bin"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"language: {name} must be at least 1, got {getattr(self, name)}.")
+        at_least_one(self, "language", ("steps", "sweep_steps", "batch_size", "length", "bin"))
         if self.length % self.bin:
             raise ValueError(f"language: bin must divide length, got {self.bin} and {self.length}.")
         if not 0 < self.held_out <= 0.5:

@@ -35,12 +35,10 @@ def table(rows: list[Row], text: str) -> str:
         "seeds; spread: standard deviation between them. Windows begin with an empty state.\n",
     ]
     if groups:
-        columns = [f"1 to {length:,}", "spread", *(f"{a:,} to {b:,}" for a, b, _ in _columns(length))]
-        lines += [f"| model | {' | '.join(columns)} | rate | tokens/s | parameters | seeds |"]
-        lines += ["| --- |" + " ---: |" * (len(columns) + 4)]
-        lines += [
-            _line(name, group, length) for name, group in sorted(groups.items(), key=lambda item: _whole(item[1]))
-        ]
+        parts = (f"{a:,} to {b:,}" for a, b, _ in _columns(length))
+        columns = ("model", f"1 to {length:,}", "spread", *parts, "rate", "tokens/s", "parameters", "seeds")
+        ordered = sorted(groups.items(), key=lambda item: _whole(item[1]))
+        lines += pages.table(columns, (_cells(name, group, length) for name, group in ordered))
         lines += ["", f"Positions beyond {length:,} are those of windows four times as long.", ""]
     lines += [*_rates(rows), "", *comparisons(compared(rows), DIRECTIONS)]
     missing = [name for name in MODELS if name not in groups]
@@ -59,12 +57,12 @@ def _whole(group: list[Row]) -> float:
     return float(np.mean([row["bits_per_byte"] for row in group]))
 
 
-def _line(name: str, group: list[Row], length: int) -> str:
+def _cells(name: str, group: list[Row], length: int) -> tuple[object, ...]:
     spread = f"{np.std([row['bits_per_byte'] for row in group], ddof=1):.3f}" if len(group) > 1 else ""
     parts = [f"{np.mean([mean(row, of, a, b) for row in group]):.3f}" for a, b, of in _columns(length)]
     speed = f"{np.median([row['tokens_per_second'] for row in group]):,.0f}"
-    cells = (name, f"{_whole(group):.3f}", spread, *parts, f"{group[0]['learning_rate']:g}", speed)
-    return f"| {' | '.join(cells)} | {group[0]['parameters']:,} | {len(group)} |"
+    rate, parameters = f"{group[0]['learning_rate']:g}", f"{group[0]['parameters']:,}"
+    return name, f"{_whole(group):.3f}", spread, *parts, rate, speed, parameters, len(group)
 
 
 def _rates(rows: list[Row]) -> Iterable[str]:
@@ -81,16 +79,16 @@ def _rates(rows: list[Row]) -> Iterable[str]:
         f"Training loss (nats per byte) of the last ten of {steps} steps, by learning rate. Bold: taken; \\*: the smallest or the "
         "largest that was tried.\n"
     )
-    yield f"| model | {' | '.join(f'{rate:g}' for rate in columns)} |"
-    yield "| --- |" + " ---: |" * len(columns)
+    lines = []
     for name in (name for name in MODELS if name in tried):
-        cells = []
+        cells = [name]
         for rate in columns:
             loss = tried[name].get(rate)
             told = "" if rate not in tried[name] else "diverged" if loss is None else f"{loss:.3f}"
             end = "\\*" if rate in (min(tried[name]), max(tried[name])) and len(tried[name]) > 1 else ""
             cells.append(f"**{told}**{end}" if best.get(name) == rate else told)
-        yield f"| {name} | {' | '.join(cells)} |"
+        lines.append(cells)
+    yield from pages.table(("model", *(f"{rate:g}" for rate in columns)), lines)
 
 
 def plot(rows: list[Row], path: pathlib.Path, title: str) -> None:

@@ -12,7 +12,7 @@ Finished rows are skipped, so the same command resumes a stopped one. All models
 machine with a GPU set JAX_PLATFORMS=cpu.
 """
 
-import dataclasses
+import operator
 import pathlib
 import sys
 
@@ -27,11 +27,7 @@ from experiments.rows import Row, append_row, rows_of_recipe, text_identity, tex
 HERE = pathlib.Path(__file__).parent
 TEXTS_DIR = HERE.parents[2] / "shared" / "data"
 RATES = (1e-3, 3e-3, 1e-2)
-Key = tuple[str, str, int, float]
-
-
-def key_of(row: Row) -> Key:
-    return row["kind"], row["model"], row["seed"], row["learning_rate"]
+key_of = operator.itemgetter("kind", "model", "seed", "learning_rate")
 
 
 def texts_of(text: list[str] | None, texts_dir: pathlib.Path) -> tuple[str, tuple[str, ...]]:
@@ -57,9 +53,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rates", type=float, nargs="+", default=list(RATES), help="learning rates of the short runs")
     parser.add_argument("--text", nargs="+", help="UTF-8 text files")
     parser.add_argument("--texts-dir", type=pathlib.Path, default=TEXTS_DIR)
-    numbers = [field for field in dataclasses.fields(Recipe) if field.name != "text"]
-    for field in numbers:
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
+    command.add_fields(parser, Recipe)
     options = parser.parse_args(argv)
     if options.size == "paper":
         print(plan())
@@ -71,8 +65,7 @@ def main(argv: list[str] | None = None) -> None:
         for chosen in options.only:
             model(chosen)  # fail on a wrong name before anything is trained
         name, texts = texts_of(options.text, options.texts_dir)
-        identity = text_identity(options.text) if options.text else None
-        recipe = Recipe(**{field.name: getattr(options, field.name) for field in numbers}, text=identity)
+        recipe = command.recipe_of(Recipe, options, text=text_identity(options.text) if options.text else None)
         path = options.out / f"{name}.jsonl"
         rows = rows_of_recipe(path, recipe, key_of)
     except ValueError as error:

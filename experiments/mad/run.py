@@ -10,19 +10,20 @@ on a task train in one compiled program. Finished rows are skipped, so the same 
 """
 
 import dataclasses
+import itertools
+import operator
 import pathlib
 
 from atlasjax.names import lookup
 from experiments import command
 from experiments.mad.models import MODELS, macro_accuracy, model, network
-from experiments.mad.report import table
+from experiments.mad.report import write
 from experiments.mad.tasks import TASKS, Task
 from experiments.recall.training import Sequences, Training, epochs, one_length, train
-from experiments.rows import Row, rows_of_recipe
+from experiments.rows import Row, at_least_one
 
 HERE = pathlib.Path(__file__).parent
 SETTINGS = ("width", "steps", "batch_size", "test_sequences")
-Key = tuple[str, str, int, float, float]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,9 +45,7 @@ class Recipe:
     test_sequences: int = 320
 
     def __post_init__(self) -> None:
-        for name in SETTINGS:
-            if getattr(self, name) < 1:
-                raise ValueError(f"MAD: {name} must be at least 1, got {getattr(self, name)}.")
+        at_least_one(self, "MAD", SETTINGS)
 
 
 # "paper": MAD's own baseline setting, 200 epochs of 12,800 sequences. Grids: learning rates, and weight decays.
@@ -87,44 +86,35 @@ class Work:
         return {self.length: self.task.sequences(self.recipe.test_sequences, seed, "test")}
 
 
-def key_of(row: Row) -> Key:
-    return row["task"], row["model"], row["seed"], row["learning_rate"], row["weight_decay"]
+key_of = operator.itemgetter("task", "model", "seed", "learning_rate", "weight_decay")
 
 
-def measure(task: str, name: str, recipe: Recipe, runs: list[tuple[int, float]], decay: float) -> list[Row]:
+def measure(task: str, name: str, recipe: Recipe, runs: list[command.Run], decay: float) -> list[Row]:
     """The rows of a model's runs on a task."""
     work = Work(TASKS[task], recipe)
     config = model(name, recipe.width, work.task.vocab_size, convolutions=recipe.convolutions)
     say = command.progress(f"{task}, {name}", work.steps)
     net = network(config, work.length, decodes_last=work.task.decodes_last)
     found = train(net, work, runs, say, decay=decay, score=macro_accuracy)
-    sizes = command.sizes(config, work.length)
-    return [
-        {"task": task, "model": name, "seed": seed, "learning_rate": rate, "weight_decay": decay, **result, **sizes,
-         "recipe": dataclasses.asdict(recipe)}
-        for (seed, rate), result in zip(runs, found, strict=True)
-    ]  # fmt: skip
+    fields = {"task": task, "model": name, "weight_decay": decay, **command.sizes(config, work.length)}
+    return command.rows_of_runs(fields, runs, found, recipe)
 
 
 def plan(tasks: list[str], models: list[str], recipe: Recipe, runs: int, out: str, seeds: int) -> str:
-    """The cost of the runs: parameters, floats of state and training FLOPs (three times the forward pass)."""
-    lines = [
-        f"{len(models)} models × {len(tasks)} tasks × {runs} runs (seeds × rates × decays) = "
-        f"{len(models) * len(tasks) * runs:,} runs of up to {recipe.steps:,} steps of {recipe.batch_size} sequences.",
-        f"{'task':20} {'model':12} {'parameters':>11} {'state floats':>12} {'PFLOP per run':>13}",
-    ]
-    total = 0.0
-    for task in tasks:
+    """The cost of the runs, and their commands."""
+    costs = {}
+    for task, name in itertools.product(tasks, models):
         work = Work(TASKS[task], recipe)
-        for name in models:
-            config = model(name, recipe.width, work.task.vocab_size, convolutions=recipe.convolutions)
-            body, head = command.forward_flops(config, work.length)
-            flops = 3 * (body + work.length * head) * work.steps * work.batch_size
-            total += flops * runs
-            of = command.sizes(config, work.length)
-            lines.append(f"{task:20} {name:12} {of['parameters']:11,} {of['state_floats']:12,} {flops / 1e15:13.3f}")
+        config = model(name, recipe.width, work.task.vocab_size, convolutions=recipe.convolutions)
+        body, head = command.forward_flops(config, work.length)
+        flops = 3 * (body + work.length * head) * work.steps * work.batch_size
+        costs[f"{task}, {name}"] = command.sizes(config, work.length), flops
+    first = (
+        f"{len(models)} models × {len(tasks)} tasks × {runs} runs (seeds × rates × decays) = "
+        f"{len(models) * len(tasks) * runs:,} runs of up to {recipe.steps:,} steps of {recipe.batch_size} sequences."
+    )
     again = f"python -m experiments.mad.run --size paper --go --seeds {seeds}"
-    return "\n".join([*lines, *command.end_of_plan(total, again, models, out)])
+    return command.plan(first, costs, runs, again, models, out)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -150,25 +140,10 @@ def main(argv: list[str] | None = None) -> None:
         runs = options.seeds * len(rates) * len(decays)
         print(plan(options.tasks, options.models, recipe, runs, str(options.out), options.seeds))
         return
-    path = options.out / f"{options.size}.jsonl"
-    rows = rows_of_recipe(path, recipe, key_of)
-    grid = [(task, name, decay) for task in options.tasks for name in options.models for decay in decays]
-    runs = [(seed, rate) for seed in range(options.seeds) for rate in rates]
-    command.train_missing(
-        path,
-        rows,
-        key_of,
-        {
-            (t, name, decay): {(t, name, *run, decay): run for run in runs}
-            for t, name, decay in grid
-            if not options.report
-        },
-        lambda key, missing, _: measure(key[0], key[1], recipe, missing, key[2]),
-    )
-    if rows:
-        text = table(list(rows.values()))
-        path.with_suffix(".md").write_text(text)
-        print(text)
+    grid = itertools.product(options.tasks, options.models, decays)
+    wanted = [{"task": task, "model": name, "weight_decay": decay} for task, name, decay in grid]
+    of = lambda row, runs, _: measure(row["task"], row["model"], recipe, runs, row["weight_decay"])
+    command.trained(options, options.size, recipe, key_of, wanted, rates, of, write)
 
 
 if __name__ == "__main__":

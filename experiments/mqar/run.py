@@ -12,6 +12,8 @@ on from a copy of its state, which is written every five minutes.
 """
 
 import dataclasses
+import itertools
+import operator
 import pathlib
 
 import numpy as np
@@ -21,11 +23,10 @@ from experiments import command
 from experiments.mqar.models import MODELS, model
 from experiments.mqar.report import write
 from experiments.recall.training import Sequences, Training, epochs, one_length, partial_path, train
-from experiments.rows import Row, rows_of_recipe
+from experiments.rows import Row, at_least_one
 
 HERE = pathlib.Path(__file__).parent
 NUMBERS = ("steps", "batch_size", "test_sequences")
-Key = tuple[str, int, int, float]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,9 +60,7 @@ class Recipe:
     test_lengths: list[int] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "test_sequences"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"MQAR: {name} must be at least 1, got {getattr(self, name)}.")
+        at_least_one(self, "MQAR", NUMBERS)
         if not self.pairs:
             raise ValueError("MQAR: needs at least one number of pairs.")
         for name in ("lengths", "sizes", "test_lengths"):
@@ -131,16 +130,9 @@ class Recipe:
 # "paper": Zoology's mixture, in which Mamba-2 and Log-Linear Mamba-2 have replicated figures. 32 epochs of 390 + 4 · 78 batches.
 # "paper_zeros": the same with zeros between queries, and tests of the lengths of training.
 _ZEROS = Recipe(
-    8192,
-    256,
-    [4, 8, 16, 32, 64],
-    32 * (390 + 4 * 78),
-    256,
-    None,
-    1000,
-    lengths=[64, 128, 256, 256, 256],
+    8192, 256, [4, 8, 16, 32, 64], 32 * (390 + 4 * 78), 256, None, 1000, lengths=[64, 128, 256, 256, 256],
     sizes=[100_000, 20_000, 20_000, 20_000, 20_000],
-)
+)  # fmt: skip
 SIZES = {
     "small": Recipe(),
     "long": Recipe(steps=2000),
@@ -152,45 +144,37 @@ _RATES = (1e-3, 3e-3, 1e-2)
 RATES = {"small": _RATES, "long": (1e-2, 3e-2), "paper": _RATES, "paper_zeros": _RATES}
 
 
-def key_of(row: Row) -> Key:
-    return row["model"], row["width"], row["seed"], row["learning_rate"]
+key_of = operator.itemgetter("model", "width", "seed", "learning_rate")
 
 
 def measure(
-    name: str, width: int, recipe: Recipe, runs: list[tuple[int, float]], partial: pathlib.Path | None = None
+    name: str, width: int, recipe: Recipe, runs: list[command.Run], partial: pathlib.Path | None = None
 ) -> list[Row]:
     """The rows of a model's runs at one width. `partial`: see `training.fit`."""
     config = model(name, width, recipe.vocab_size)
     found = train(config, recipe, runs, command.progress(f"{name}, width {width}", recipe.steps), partial=partial)
-    sizes = command.sizes(config, recipe.length)
-    return [
-        {"model": name, "width": width, "seed": seed, "learning_rate": rate, **result, **sizes,
-         "recipe": dataclasses.asdict(recipe)}
-        for (seed, rate), result in zip(runs, found, strict=True)
-    ]  # fmt: skip
+    fields = {"model": name, "width": width, **command.sizes(config, recipe.length)}
+    return command.rows_of_runs(fields, runs, found, recipe)
 
 
 def plan(
     size: str, names: list[str], widths: list[int], rates: list[float], seeds: int, recipe: Recipe, out: str
 ) -> str:
-    """The cost of the runs: parameters, floats of state and training FLOPs (three times the forward pass)."""
+    """The cost of the runs, and their commands."""
     tokens, queries = recipe.shown()
-    again = f"python -m experiments.mqar.run --size {size} --go --widths {' '.join(map(str, widths))} --seeds {seeds}"
-    lines = [
+    costs = {}
+    for name, width in itertools.product(names, widths):
+        config = model(name, width, recipe.vocab_size)
+        body, head = command.forward_flops(config, recipe.length)
+        flops = 3 * (body / recipe.length * tokens + head * queries)
+        costs[f"{name}, width {width}"] = command.sizes(config, recipe.length), flops
+    runs = seeds * len(rates)
+    first = (
         f"{tokens / 1e6:,.0f} million tokens per run; {len(names)} models × {len(widths)} widths × {seeds} seeds × {len(rates)} "
-        f"rates = {len(names) * len(widths) * seeds * len(rates):,} runs.",
-        f"{'model':24} {'width':>5} {'parameters':>11} {'state floats':>12} {'PFLOP per run':>13}",
-    ]
-    total = 0.0
-    for name in names:
-        for width in widths:
-            config = model(name, width, recipe.vocab_size)
-            body, head = command.forward_flops(config, recipe.length)
-            flops = 3 * (body / recipe.length * tokens + head * queries)
-            total += flops * seeds * len(rates)
-            of = command.sizes(config, recipe.length)
-            lines.append(f"{name:24} {width:5} {of['parameters']:11,} {of['state_floats']:12,} {flops / 1e15:13.2f}")
-    return "\n".join([*lines, *command.end_of_plan(total, again, names, out, size)])
+        f"rates = {len(names) * len(widths) * runs:,} runs."
+    )
+    again = f"python -m experiments.mqar.run --size {size} --go --widths {' '.join(map(str, widths))} --seeds {seeds}"
+    return command.plan(first, costs, runs, again, names, out, size)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -213,20 +197,10 @@ def main(argv: list[str] | None = None) -> None:
     if options.size in PLANNED and not options.go and not options.report:
         print(plan(options.size, options.models, widths, rates, options.seeds, recipe, str(options.out)))
         return
-    path = options.out / f"{options.size}.jsonl"
-    rows = rows_of_recipe(path, recipe, key_of)
-    runs = [(seed, rate) for seed in range(options.seeds) for rate in rates]
-    models = [] if options.report else [(name, width) for width in widths for name in options.models]
-    command.train_missing(
-        path,
-        rows,
-        key_of,
-        {key: {(*key, *run): run for run in runs} for key in models},
-        lambda key, missing, partial: measure(*key, recipe, missing, partial),
-        lambda key, missing: partial_path(options.out, "{}-{}".format(*key), recipe, missing),
-    )
-    if rows:
-        print(write(list(rows.values()), path))
+    wanted = [{"model": name, "width": width} for width in widths for name in options.models]
+    of = lambda row, runs, kept: measure(row["model"], row["width"], recipe, runs, kept)
+    kept = lambda row, runs: partial_path(options.out, f"{row['model']}-{row['width']}", recipe, runs)
+    command.trained(options, options.size, recipe, key_of, wanted, rates, of, write, kept)
 
 
 if __name__ == "__main__":

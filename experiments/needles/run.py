@@ -12,6 +12,7 @@ copy of its state, which is written every five minutes.
 """
 
 import dataclasses
+import operator
 import pathlib
 import time
 
@@ -38,11 +39,10 @@ from experiments.recall.training import (
     one_length,
     partial_path,
 )
-from experiments.rows import Row, rows_of_recipe
+from experiments.rows import Row, at_least_one
 
 HERE = pathlib.Path(__file__).parent
 NUMBERS = ("width", "steps", "batch_size", "test_sequences")
-Key = tuple[str, int, float]
 Scores = dict[str, dict[str, float]]  # task → length → accuracy
 
 
@@ -70,9 +70,7 @@ class Recipe:
     test_sequences: int = 50
 
     def __post_init__(self) -> None:
-        for name in ("width", "length", "steps", "batch_size", "test_sequences"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"needles: {name} must be at least 1, got {getattr(self, name)}.")
+        at_least_one(self, "needles", (*NUMBERS, "length"))
         if not self.lengths or self.lengths != sorted(set(self.lengths)):
             raise ValueError(f"needles: lengths must increase, got {self.lengths}.")
         for task in TASKS.values():
@@ -124,11 +122,10 @@ def answered(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return right.reshape(len(TASKS), -1).mean(-1)
 
 
-def key_of(row: Row) -> Key:
-    return row["model"], row["seed"], row["learning_rate"]
+key_of = operator.itemgetter("model", "seed", "learning_rate")
 
 
-def measure(name: str, recipe: Recipe, runs: list[tuple[int, float]], partial: pathlib.Path | None = None) -> list[Row]:
+def measure(name: str, recipe: Recipe, runs: list[command.Run], partial: pathlib.Path | None = None) -> list[Row]:
     """The rows of a model's runs. `partial`: see `training.fit`."""
     config, started = model(name, recipe.width, VOCAB_SIZE), time.perf_counter()
     network = language_model(config)
@@ -150,47 +147,38 @@ def measure(name: str, recipe: Recipe, runs: list[tuple[int, float]], partial: p
     tested: list[tuple[Variant, list[Scores]]] = [
         (variant, scores(variant.network(config), recipe.lengths[:2])) for variant in variants(config)
     ]
-    seconds = round(time.perf_counter() - started, 1)
-    sizes = {
+    fields = {
+        "model": name,
+        "seconds_of_all": round(time.perf_counter() - started, 1),
         "parameters": count_parameters(config),
         "state_floats": {str(n): state_bytes(config, length=n) // 4 for n in recipe.lengths},
     }
-    return [
+    results = (
         {
-            "model": name,
-            "seed": seed,
-            "learning_rate": rate,
             "loss": last_loss(losses[i]),
             "accuracy": round(float(np.mean([list(by.values()) for by in plain[i].values()])), 4),
             "scores": plain[i],
             "variants": [dataclasses.asdict(variant) | {"scores": found[i]} for variant, found in tested],
-            "seconds_of_all": seconds,
-            **sizes,
-            "recipe": dataclasses.asdict(recipe),
         }
-        for i, (seed, rate) in enumerate(runs)
-    ]
+        for i in range(len(runs))
+    )
+    return command.rows_of_runs(fields, runs, results, recipe)
 
 
 def plan(models: list[str], rates: list[float], seeds: int, recipe: Recipe, out: str) -> str:
-    """The cost of the runs: parameters, floats of state and training FLOPs (three times the forward pass)."""
-    longest = recipe.lengths[-1]
-    tokens = recipe.steps * recipe.batch_size * recipe.length
-    lines = [
-        f"{tokens / 1e6:,.0f} million tokens per run; {len(models)} models × {seeds} seeds × {len(rates)} rates = "
-        f"{len(models) * seeds * len(rates):,} runs.",
-        f"{'model':18} {'parameters':>11} {f'state floats, {longest:,}':>20} {'PFLOP per run':>13}",
-    ]
-    total = 0.0
+    """The cost of the runs, with the state after the longest text, and their commands."""
+    tokens, runs = recipe.steps * recipe.batch_size * recipe.length, seeds * len(rates)
+    costs = {}
     for name in models:
         config = model(name, recipe.width, VOCAB_SIZE)
         body, _ = command.forward_flops(config, recipe.length)  # the head reads only the answers
-        flops = 3 * body / recipe.length * tokens
-        total += flops * seeds * len(rates)
-        of = command.sizes(config, longest)
-        lines.append(f"{name:18} {of['parameters']:11,} {of['state_floats']:20,} {flops / 1e15:13.2f}")
+        costs[name] = command.sizes(config, recipe.lengths[-1]), 3 * body / recipe.length * tokens
+    first = (
+        f"{tokens / 1e6:,.0f} million tokens per run; {len(models)} models × {seeds} seeds × {len(rates)} rates = "
+        f"{len(models) * runs:,} runs. States are those after {recipe.lengths[-1]:,} tokens."
+    )
     again = f"python -m experiments.needles.run --size paper --go --seeds {seeds}"
-    return "\n".join([*lines, *command.end_of_plan(total, again, models, out)])
+    return command.plan(first, costs, runs, again, models, out)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -209,19 +197,10 @@ def main(argv: list[str] | None = None) -> None:
     if options.size == "paper" and not options.go and not options.report:
         print(plan(options.models, rates, options.seeds, recipe, str(options.out)))
         return
-    path = options.out / f"{options.size}.jsonl"
-    rows = rows_of_recipe(path, recipe, key_of)
-    runs = [(seed, rate) for seed in range(options.seeds) for rate in rates]
-    command.train_missing(
-        path,
-        rows,
-        key_of,
-        {name: {(name, *run): run for run in runs} for name in ([] if options.report else options.models)},
-        lambda name, missing, partial: measure(name, recipe, missing, partial),
-        lambda name, missing: partial_path(options.out, name, recipe, missing),
-    )
-    if rows:
-        print(write(list(rows.values()), path))
+    wanted = [{"model": name} for name in options.models]
+    of = lambda row, runs, kept: measure(row["model"], recipe, runs, kept)
+    kept = lambda row, runs: partial_path(options.out, row["model"], recipe, runs)
+    command.trained(options, options.size, recipe, key_of, wanted, rates, of, write, kept)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from atlasjax.nn import LanguageModel, ModelConfig, logical_axes
 from atlasjax.train import state as state_lib
 from atlasjax.train.loss import cross_entropy_sum
 from atlasjax.train.optimizer import decay_mask
+from experiments.rows import at_least_one
 
 # Fused sums of these versions end the process with a segmentation fault where a sum of products has seven axes or more, which a
 # model has that is trained for several seeds at once: https://github.com/jax-ml/jax/issues/39257. Fused products do not.
@@ -52,9 +53,7 @@ class Recipe:
     test_sequences: int = 1000
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "test_sequences"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"Recipe: {name} must be at least 1, got {getattr(self, name)}.")
+        at_least_one(self, "Recipe", ("steps", "batch_size", "test_sequences"))
         self.task()
 
     def task(self) -> RecallConfig:

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 
-from experiments.intervals import Comparison, compare
+from experiments.intervals import Comparison, paired
 from experiments.rows import Row
 from experiments.studies.measure import RATES
 
@@ -81,10 +81,8 @@ def compared(rows: list[Row]) -> list[Compared]:
     def pair(
         better: str, worse: str, value: Value, other: Value | None = None, needs: str = "bits_per_byte"
     ) -> Comparison | None:
-        a, b = ({s: r for s, r in by_model.get(name, {}).items() if needs in r} for name in (better, worse))
-        seeds = sorted(a.keys() & b.keys())
-        # A lower loss is better, so the loss of the worse one comes first.
-        return compare([(other or value)(b[s]) for s in seeds], [value(a[s]) for s in seeds]) if seeds else None
+        of = lambda name, value: {seed: value(row) for seed, row in by_model.get(name, {}).items() if needs in row}
+        return paired(of(worse, other or value), of(better, value))  # a lower loss is better
 
     found: list[tuple[str, str, Comparison | None, str]] = []
     for direction, pairs in _PAIRS.items():

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from atlasjax.nn import ModelConfig
-from experiments.rows import Row
+from experiments.rows import Row, at_least_one
 from experiments.studies.corruption import corrupted
 from experiments.studies.models import BLOCK, LENGTH, model
 from experiments.studies.reconstruction import reconstruction
@@ -43,10 +43,7 @@ class Recipe:
     text: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "eval_batches"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"studies: {name} must be at least 1, got {value}.")
+        at_least_one(self, "studies", ("steps", "batch_size", "eval_batches"))
         if not self.learning_rate > 0:
             raise ValueError(f"studies: learning_rate must be above 0, got {self.learning_rate}.")
 

@@ -12,9 +12,9 @@ A row is a line of `<out>/<text>.jsonl`: a model and a seed. Finished rows are s
 All models have a first seed before any has a second. On a machine with a GPU set JAX_PLATFORMS=cpu.
 """
 
-import dataclasses
 import itertools
 import json
+import operator
 import pathlib
 import sys
 
@@ -28,8 +28,7 @@ from experiments.studies.report import write
 HERE = pathlib.Path(__file__).parent
 
 
-def key_of(row: Row) -> tuple[str, int]:
-    return row["model"], row["seed"]
+key_of = operator.itemgetter("model", "seed")
 
 
 def tests_of(run_dir: pathlib.Path, batches: int | None) -> Row:
@@ -65,10 +64,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--only", nargs="+", metavar="MODEL", default=list(MODELS))
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds, counted from 0")
     parser.add_argument("--text", help="a UTF-8 text file; without it the embedded text")
-    parser.add_argument("--steps", type=int, default=Recipe.steps)
-    parser.add_argument("--batch-size", type=int, default=Recipe.batch_size)
-    parser.add_argument("--learning-rate", type=float, default=Recipe.learning_rate)
-    parser.add_argument("--eval-batches", type=int, help="batches of held-out text; default: all of it")
+    command.add_fields(parser, Recipe)
     parser.add_argument("--run-dir", type=pathlib.Path, help="train nothing; test this run's elastic memory and print")
     options = parser.parse_args(argv)
     if options.size == "paper":
@@ -85,8 +81,7 @@ def main(argv: list[str] | None = None) -> None:
             model(chosen)  # fail on a wrong name before anything is trained
         text = [] if options.text is None else [options.text]
         path = options.out / f"{text_name(text) if text else 'embedded'}.jsonl"
-        fields = {field.name: getattr(options, field.name) for field in dataclasses.fields(Recipe)}
-        recipe = Recipe(**{**fields, "text": text_identity(text) if text else None})
+        recipe = command.recipe_of(Recipe, options, text=text_identity(text) if text else None)
         rows = rows_of_recipe(path, recipe, key_of)
     except ValueError as error:
         parser.error(str(error))

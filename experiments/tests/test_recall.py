@@ -79,13 +79,11 @@ def test_runs_are_kept_and_resumed(tmp_path, monkeypatch, capsys):
 
 def test_the_best_rate_is_that_of_the_best_mean():
     accuracies = {1e-3: (0.2, 0.4), 3e-3: (0.1, 0.9), 1e-2: (1.0,)}  # the last has not all its seeds
-    rows = {
-        ("gam", seed, rate): {
-            "model": "gam", "seed": seed, "learning_rate": rate, "accuracy": accuracy, "state_floats": 1, "parameters": 2,
-        }
+    rows = [
+        {"model": "gam", "seed": seed, "learning_rate": rate, "accuracy": accuracy, "state_floats": 1, "parameters": 2}
         for rate, found in accuracies.items()
         for seed, accuracy in enumerate(found)
-    }  # fmt: skip
+    ]
     (row,) = run.best(rows).values()
     assert (row["learning_rate"], row["mean"], row["lowest"], row["highest"], row["seeds"]) == (3e-3, 0.5, 0.1, 0.9, 2)
 

@@ -12,6 +12,7 @@ A finished model is one line of JSON in `<out>/<text>.jsonl` and is skipped, so 
 """
 
 import dataclasses
+import operator
 import pathlib
 import sys
 from typing import TYPE_CHECKING, Any
@@ -88,26 +89,22 @@ def table(rows: list[dict[str, Any]], recipe: Recipe, command: str) -> str:
         f"Tokens per second: the median training step, on a machine that other work shared. State: one sequence in decoding; "
         f"\\* grows with the text and is given at {STATE_LENGTH:,} tokens.\n\n"
     )
-    lines = [
-        "| model | held-out bits per byte | tokens/s (training) | state bytes | parameters |",
-        "| --- |" + " ---: |" * 4,
-    ]
-    for row in sorted(rows, key=lambda row: row["bits_per_byte"]):
-        star = "\\*" if row["state_grows"] else ""
-        lines.append(
-            f"| {row['model']} | {row['bits_per_byte']:.3f} | {row['tokens_per_second']:,} | {row['state_bytes']:,}{star} | "
-            f"{row['parameters']:,} |"
-        )
+    columns = ("model", "held-out bits per byte", "tokens/s (training)", "state bytes", "parameters")
+    cells = (
+        (row["model"], f"{row['bits_per_byte']:.3f}", f"{row['tokens_per_second']:,}",
+         f"{row['state_bytes']:,}" + ("\\*" if row["state_grows"] else ""), f"{row['parameters']:,}")
+        for row in sorted(rows, key=operator.itemgetter("bits_per_byte"))
+    )  # fmt: skip
     missing = [name for name in model_names() if name not in {row["model"] for row in rows}]
     note = f"\nNot run yet: {', '.join(missing)}.\n" if missing else ""
-    return head + "\n".join(lines) + "\n" + note
+    return head + "\n".join(pages.table(columns, cells)) + "\n" + note
 
 
 def plot(rows: list[dict[str, Any]], path: pathlib.Path, title: str) -> None:
     """Plots bits per byte against state bytes, with numbered points and a legend."""
     figure = pages.figure(13, 6.5)
     axes, names = figure.subplots(1, 2, width_ratios=[3, 1.4])
-    ordered = sorted(rows, key=lambda row: row["bits_per_byte"])
+    ordered = sorted(rows, key=operator.itemgetter("bits_per_byte"))
     lines = []
     for number, row in enumerate(ordered, 1):
         color = _color(row["model"])
@@ -172,11 +169,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--only", nargs="+", metavar="MODEL", help="architectures, rules, mixers, or package.module:object"
     )
-    for field in ("steps", "batch_size", "sequence_length", "eval_batches", "seed"):
-        parser.add_argument(f"--{field.replace('_', '-')}", type=int, default=getattr(Recipe, field))
-    parser.add_argument("--learning-rate", type=float, default=Recipe.learning_rate)
+    command.add_fields(parser, Recipe)
     options = parser.parse_args(argv)
-    recipe = Recipe(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Recipe)})
+    recipe = command.recipe_of(Recipe, options)
     name = "embedded" if options.text is None else pathlib.Path(options.text).stem
     path = options.out / f"{name}.jsonl"
     rows = rows_of_recipe(path, recipe, by_model)
@@ -187,10 +182,9 @@ def main(argv: list[str] | None = None) -> None:
     failed = command.measure_each(path, rows, todo, lambda model: run_model(model, recipe))
     if rows:
         line = " ".join(["python -m experiments.zoo.run", *sys.argv[1:]]).replace(" --report", "")
-        page = table(list(rows.values()), recipe, line)
-        path.with_suffix(".md").write_text(page)
-        plot(list(rows.values()), path.with_suffix(".png"), f"Tiny models on {name}: quality against state")
-        print(page)
+        title = f"Tiny models on {name}: quality against state"
+        found = list(rows.values())
+        print(pages.write(path, table(found, recipe, line), found, lambda rows, to: plot(rows, to, title)))
     if failed:
         sys.exit(f"No number for: {', '.join(failed)}.")
 
