@@ -29,11 +29,9 @@ from atlasjax.generate import SamplingConfig, generate, read
 from atlasjax.mixers.elastic import banks
 from atlasjax.nn import ModelConfig
 from atlasjax.serve import BatchConfig, batching
-from atlasjax.train import TrainConfig, load_run, resume
-from atlasjax.train import setup as setup_lib
-from atlasjax.train.errors import user_errors
+from atlasjax.train import TrainConfig, load_run
 from experiments.faults import small
-from experiments.faults.run import Case
+from experiments.faults.run import Case, case, some
 
 VALUES = (
     "9" * 21, "-" + "9" * 21, "1" + "0" * 400, "1e400", "-1e400", "nan", "inf", "-inf", "-0", "", " ", "1_000", "٣", "0x10",
@@ -54,7 +52,7 @@ def cases(seed: int, most: int | None = None) -> Iterator[Case]:
         small.trained(folder, folder / "run", 2)
         model = load_run("run").model
         every = [*_commands(rng), *_fields(rng), *_calls(model)]
-        yield from every if most is None else rng.sample(every, most)
+        yield from some(every, most, rng)
 
 
 @contextlib.contextmanager
@@ -73,10 +71,8 @@ def _commands(rng: random.Random) -> Iterator[Case]:
     for name, (command, line, patches) in _COMMANDS.items():
         for option, kind in options(command):
             for value in rng.sample(VALUES, 3):
-                yield (
-                    f"{name} --{option}={value[:30]!r}",
-                    functools.partial(_given, [*line, f"--{option}={value}"], option, kind, value, patches),
-                )
+                given = [*line, f"--{option}={value}"]
+                yield case(f"{name} --{option}={value[:30]!r}", _given, given, option, kind, value, patches)
 
 
 def options(command: type, prefix: str = "") -> Iterator[tuple[str, type]]:
@@ -112,25 +108,13 @@ def _is_number(kind: type, value: str) -> bool:
         return False
 
 
-def _train() -> list[Any]:
-    def prepared(config: Any, **_: Any) -> None:
-        with user_errors():
-            resume.check_resumable(config)
-            setup_lib.prepare(config)
-
-    return [
-        small.left_out(train_command, "train", prepared), small.left_out(train_command, "_report"),
-        small.left_out(train_command, "use_cores"),
-    ]  # fmt: skip
-
-
 _DATA = ("--data.source", "text", "--data.paths", "text.txt")
 _RUN = ("--run-dir", "run")
 _COMMANDS: dict[str, tuple[type, list[str], Callable[[], list[Any]]]] = {
     "train": (
         train_command.TrainCommand,
         ["train", "--preset", "linear-attention-tiny", *_DATA, "--run-dir", "new", "--data.sequence-length", "16"],
-        _train,
+        small.not_trained,
     ),
     "tune": (
         tune.TuneCommand,
@@ -175,7 +159,7 @@ def _fields(rng: random.Random) -> Iterator[Case]:
             text = json.dumps(_with(saved, path, value))
             if isinstance(value, int) and not isinstance(value, bool) and value == 10**400:
                 text = text.replace("Infinity", "1" + "0" * 400)
-            yield f"config {'.'.join(path)} = {str(value)[:30]}", functools.partial(_read, text, path)
+            yield case(f"config {'.'.join(path)} = {str(value)[:30]}", _read, text, path)
 
 
 def _places(value: dict[str, Any], before: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -201,6 +185,10 @@ def _read(text: str, path: tuple[str, ...]) -> str:
     return small.refused(lambda: from_dict(TrainConfig, json.loads(text)), (path[-1],), right=fits)
 
 
+# Counts that are kept as they are given: nothing is made of them here.
+_AS_IT_IS = ("piece", "top_k", "batch_size", "vocab_size", "dim", "num_layers", "num_heads", "head_dim")
+
+
 def _calls(model: Any) -> Iterator[Case]:
     tokens = np.zeros((1, 4), np.int32)
     table = np.ones(model.config.vocab_size, np.int64)
@@ -218,34 +206,19 @@ def _calls(model: Any) -> Iterator[Case]:
         "banks.load order": (lambda n: banks.load(n, 2, 1, cache_dir="banks"), "order"),
         **{
             f"ModelConfig {name}": (lambda n, name=name: ModelConfig(**{name: n}), name)
-            for name in (
-                "vocab_size",
-                "dim",
-                "num_layers",
-                "num_heads",
-                "head_dim",
-                "value_expansion",
-                "conv_width",
-                "mlp_dim",
-            )
+            for name in (*_AS_IT_IS[3:], "value_expansion", "conv_width", "mlp_dim")
         },
     }
     for name, (call, word) in huge.items():
         for value in (10**20, 10**400, -(10**20), 1e300, math.nan, math.inf, True, "3", None):
             takes_none = value is None and word in ("top_k", "head_dim", "mlp_dim", "max_length")
-            as_is = word in ("piece", "top_k", "batch_size", "dim", "vocab_size", "num_layers", "num_heads", "head_dim")
-            is_large = as_is or word in ("value_expansion", "conv_width", "mlp_dim")
+            is_large = word in (*_AS_IT_IS, "value_expansion", "conv_width", "mlp_dim")
             may = takes_none or (is_large and isinstance(value, int) and not isinstance(value, bool) and value > 0)
-            yield (
-                f"{name}={str(value)[:24]}",
-                functools.partial(
-                    small.refused, functools.partial(_ready, call, value), (word,), right=lambda _, may=may: may
-                ),
-            )
+            yield case(f"{name}={str(value)[:24]}", _called, call, value, word, may)
 
 
-def _ready(call: Callable[[Any], Any], value: Any) -> Any:
-    return jax.block_until_ready(call(value))
+def _called(call: Callable[[Any], Any], value: Any, word: str, may: bool) -> str:
+    return small.refused(lambda: jax.block_until_ready(call(value)), (word,), right=lambda _: may)
 
 
 class _Tokens:

@@ -16,7 +16,7 @@ from atlasjax.mixers import attention, gam, infini
 from atlasjax.mixers.elastic import hippo
 from atlasjax.nn import LanguageModel
 from experiments.faults import small
-from experiments.faults.run import Case
+from experiments.faults.run import Case, case, some
 
 B, T, H, D = 2, 6, 2, 4
 
@@ -65,9 +65,8 @@ def cases(seed: int, most: int | None = None) -> Iterator[Case]:
         plain = functools.cache(functools.partial(_result, call, good))
         for argument in good:
             for kind, make in KINDS.items():
-                case = functools.partial(_given, call, good, argument, make, plain, function)
-                every.append((f"{function} {argument} {kind}", case))
-    yield from every if most is None else random.Random(seed).sample(every, most)
+                every.append(case(f"{function} {argument} {kind}", _given, call, good, argument, make, plain, function))
+    yield from some(every, most, random.Random(seed))
 
 
 def _result(call: Callable[..., Any], arguments: dict[str, Any]) -> list[np.ndarray]:

@@ -13,7 +13,7 @@ import numpy as np
 from atlasjax import memory, rules
 from atlasjax.memory import CachedRule, Gates
 from experiments.faults import mixer_calls
-from experiments.faults.run import Case
+from experiments.faults.run import Case, case, some
 
 B, T, H, D = 2, 6, 2, 4
 RULES = {
@@ -54,7 +54,7 @@ def cases(seed: int, most: int | None = None) -> Iterator[Case]:
     """Every argument of every function, for rules of every kind."""
     every = [case for name, make in RULES.items() for case in _of_rule(name, make())]
     every += mixer_calls.cases(OTHERS, _taken)
-    yield from every if most is None else random.Random(seed).sample(every, most)
+    yield from some(every, most, random.Random(seed))
 
 
 def _of_rule(name: str, rule: Any) -> Iterator[Case]:
@@ -76,21 +76,12 @@ def _of_rule(name: str, rule: Any) -> Iterator[Case]:
                 broadcasts = path[0] == "gates" and kind in ("a rank less", "an axis shorter")
                 if broadcasts or (path[0] == "params" and name == "dot"):
                     continue  # what broadcasts is no fault, and this rule has no weights of its own
-                yield (
-                    f"{name} {function} {'.'.join(path)} {kind}",
-                    functools.partial(_refused, run, good, path, leaf, other),
-                )
+                yield case(f"{name} {function} {'.'.join(path)} {kind}", _refused, run, good, path, leaf, other)
     for size in (-1, 0, True, 1.5, None, "2"):
-        yield (
-            f"{name} init_state {size!r}",
-            lambda size=size: _taken(lambda: memory.init_state(rule, params, batch_size=size)),
-        )
-        yield (
-            f"{name} init_params {size!r}",
-            lambda size=size: _taken(
-                lambda: memory.init_params(rule, jax.random.key(0), num_heads=size, key_dim=D, value_dim=D)
-            ),
-        )
+        heads = {"num_heads": size, "key_dim": D, "value_dim": D}
+        yield case(f"{name} init_state {size!r}", _call, memory.init_state, rule, params, {"batch_size": size})
+        yield case(f"{name} init_params {size!r}", _call, memory.init_params, rule, jax.random.key(0), heads)
+    scan = functools.partial(_call, memory.scan, rule)
     for options in (
         {"implementation": ""},
         {"implementation": 3},
@@ -98,17 +89,18 @@ def _of_rule(name: str, rule: Any) -> Iterator[Case]:
         {"segment_ids": x},
         {"segment_ids": [0]},
     ):
-        yield f"{name} {options}", lambda options=options: _taken(lambda: memory.scan(rule, *call.values(), **options))
+        yield case(f"{name} {options}", scan, *call.values(), options)
     ids = np.array([[0] * 3 + [2**32] * 3] * B)
-    fresh = {**call, "state": None}
-    yield f"{name} segments", lambda: _taken(lambda: memory.scan(rule, *fresh.values(), segment_ids=ids))
+    yield case(f"{name} segments", scan, *{**call, "state": None}.values(), {"segment_ids": ids})
     for gate in channels:
         for value in (np.nan, np.inf, -np.inf):
             bad = gates._replace(**{gate: jnp.full_like(getattr(gates, gate), value)})
-            yield (
-                f"{name} {gate} {value}",
-                lambda bad=bad: _taken(lambda: memory.scan(rule, *{**call, "gates": bad}.values(), check_gates=True)),
-            )
+            yield case(f"{name} {gate} {value}", scan, *{**call, "gates": bad}.values(), {"check_gates": True})
+
+
+def _call(function: Callable[..., Any], *arguments: Any) -> str:
+    """The outcome of a call; the last argument has the options."""
+    return _taken(lambda: function(*arguments[:-1], **arguments[-1]))
 
 
 def _leaves(arguments: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:

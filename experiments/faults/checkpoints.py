@@ -4,7 +4,6 @@ import functools
 import itertools
 import pathlib
 import random
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 
@@ -15,11 +14,12 @@ import optax
 
 from atlasjax.train import CheckpointError, Checkpoints, TrainState
 from experiments.faults import damage
-from experiments.faults.run import Case
+from experiments.faults.run import Case, case, some
 
 STEPS = (2, 4, 6)
 CONFIG = {"model": {"dim": 4, "mixer": ["memory", "swa"]}, "seed": 0, "steps": 6}
 _CASES = 450
+Harm = Callable[[pathlib.Path], object]
 
 
 def cases(seed: int, most: int | None = None) -> Iterator[Case]:
@@ -32,23 +32,16 @@ def cases(seed: int, most: int | None = None) -> Iterator[Case]:
                 checkpoints.save(_state(step), [_position(step)], CONFIG)
         files = sorted(path.relative_to(folder / "6") for path in (folder / "6").rglob("*") if path.is_file())
         texts = [path for path in files if path.name == "data.json" or "METADATA" in path.name]
-        every: list[tuple[str, Callable[[pathlib.Path], None]]] = [(kind.__name__, kind) for kind in _FOLDERS]
-        for path in itertools.islice(itertools.cycle(texts), 12 * len(texts)):
-            every.append(_on_file(damage.other_json, path, rng))
+        every: list[tuple[str, Harm]] = list(_FOLDERS.items())
+        on = lambda kind, path: (f"{path} {kind.__name__}", damage.on(f"6/{path}", kind, rng))
+        every += [on(damage.other_json, path) for path in itertools.islice(itertools.cycle(texts), 12 * len(texts))]
         while len(every) < _CASES:
-            every.append(_on_file(rng.choice(damage.FILE), rng.choice(files), rng))
-        if most is not None:
-            every = rng.sample(every, most)
-        for name, harm in every:
-            yield name, functools.partial(_restored, folder, pathlib.Path(place) / "copy", harm)
+            every.append(on(rng.choice(damage.FILE), rng.choice(files)))
+        for name, harm in some(every, most, rng):
+            yield case(name, _restored, folder, pathlib.Path(place) / "copy", harm)
 
 
-def _on_file(kind: damage.Damage, path: pathlib.Path, rng: random.Random) -> tuple[str, Callable[[pathlib.Path], None]]:
-    own = random.Random(rng.random())
-    return f"{path} {kind.__name__}", lambda folder: kind(folder / "6" / path, own)
-
-
-def _restored(saved: pathlib.Path, copy: pathlib.Path, harm: Callable[[pathlib.Path], None]) -> str:
+def _restored(saved: pathlib.Path, copy: pathlib.Path, harm: Harm) -> str:
     harm(damage.copied(saved, copy))
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), _state(6))
     try:
@@ -83,47 +76,20 @@ def _equal(one: TrainState, other: TrainState) -> bool:
     )
 
 
-def _moved(folder: pathlib.Path) -> None:
-    (folder / "6").rename(folder / "8")
-
-
-def _copied_over(folder: pathlib.Path) -> None:
-    damage.copied(folder / "2", folder / "6")
-
-
-def _copied_ahead(folder: pathlib.Path) -> None:
-    damage.copied(folder / "4", folder / "10")
-
-
-def _params_of_another_step(folder: pathlib.Path) -> None:
-    damage.copied(folder / "4/params", folder / "6/params")
-
-
-def _position_of_another_step(folder: pathlib.Path) -> None:
-    damage.copied(folder / "4/position", folder / "6/position")
-
-
-def _emptied(folder: pathlib.Path) -> None:
-    shutil.rmtree(folder / "6")
-    (folder / "6").mkdir()
-
-
-def _a_file(folder: pathlib.Path) -> None:
-    shutil.rmtree(folder / "6")
-    (folder / "6").write_text("x")
-
-
 def _strangers(folder: pathlib.Path) -> None:
     (folder / "notes.txt").write_text("x")
     (folder / "8").mkdir()
     (folder / "abc").mkdir()
 
 
-def _half_saved(folder: pathlib.Path) -> None:
-    (folder / "6").rename(folder / "6.orbax-checkpoint-tmp")
-
-
-_FOLDERS = [
-    _moved, _copied_over, _copied_ahead, _params_of_another_step, _position_of_another_step, _emptied, _a_file, _strangers,
-    _half_saved,
-]  # fmt: skip
+_FOLDERS: dict[str, Harm] = {
+    "moved": lambda folder: (folder / "6").rename(folder / "8"),
+    "copied over": lambda folder: damage.copied(folder / "2", folder / "6"),
+    "copied ahead": lambda folder: damage.copied(folder / "4", folder / "10"),
+    "params of another step": lambda folder: damage.copied(folder / "4/params", folder / "6/params"),
+    "position of another step": lambda folder: damage.copied(folder / "4/position", folder / "6/position"),
+    "emptied": lambda folder: (damage.gone(folder / "6"), (folder / "6").mkdir()),
+    "a file": lambda folder: damage.a_text(folder / "6"),
+    "strangers": _strangers,
+    "half saved": lambda folder: (folder / "6").rename(folder / "6.orbax-checkpoint-tmp"),
+}

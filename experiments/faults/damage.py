@@ -70,8 +70,7 @@ def other_json(path: pathlib.Path, rng: random.Random) -> None:
         True,
         [value],
         {"value": value},
-        _changed(value, rng),
-        _changed(value, rng),
+        *(_changed(value, rng) for _ in range(2)),
     ]
     path.write_text(json.dumps(rng.choice([other for other in others if other != value])))
 
@@ -94,6 +93,18 @@ def gone(path: pathlib.Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def a_text(path: pathlib.Path) -> None:
+    """A text file in place of what is there."""
+    gone(path)
+    path.write_text("x")
+
+
+def on(path: pathlib.Path | str, kind: Damage, rng: random.Random) -> Callable[[pathlib.Path], None]:
+    """Damage to the file at a path of a folder, with random numbers of its own."""
+    own = random.Random(rng.random())
+    return lambda folder: kind(folder / path, own)
 
 
 def copied(source: pathlib.Path, target: pathlib.Path) -> pathlib.Path:

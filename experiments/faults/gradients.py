@@ -11,24 +11,23 @@ import numpy as np
 
 from atlasjax import memory, rules
 from atlasjax.memory import Gates
-from atlasjax.names import takes
-from experiments.faults.hard import QUICKLY
-from experiments.faults.run import Case, Slow, WrongError
+from experiments.faults.hard import QUICKLY, dim_of, rule_of
+from experiments.faults.run import Case, Slow, WrongError, some
 
-TIME, DIM = 8192, 8
+TIME, CHUNK = 8192, 64
 _TOLERANCE = 2e-3  # float32 in another order over so many tokens; Newton–Schulz multiplies rounding (SEMANTICS 1.7)
 
 
 def cases(seed: int, most: int | None = None) -> Iterator[Case]:
     """Every rule with random unit keys and with equal ones."""
     every = [(name, keys) for name in rules.REGISTRY for keys in ("random keys", "equal keys")]
-    for name, keys in every if most is None else random.Random(seed).sample(every, most):
+    for name, keys in some(every, most, random.Random(seed)):
         yield f"{name} {keys}", Slow(functools.partial(_graded, name, keys, seed))
 
 
 def _graded(name: str, keys: str, seed: int, time: int = TIME) -> str:
-    rule = _rule(name)
-    dim = 16 if getattr(getattr(rule, "structure", None), "norm", False) else DIM
+    rule = rule_of(name, CHUNK)
+    dim = dim_of(rule)
     params = memory.init_params(rule, jax.random.key(seed), num_heads=1, key_dim=dim, value_dim=dim)
     q, k, v = jax.random.normal(jax.random.key(seed + 1), (3, 1, time, 1, dim))
     unit = lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True)
@@ -48,14 +47,8 @@ def _graded(name: str, keys: str, seed: int, time: int = TIME) -> str:
 
 
 @functools.cache
-def _rule(name: str) -> Any:
-    make = rules.REGISTRY[name]
-    return make(**({"chunk_size": 64} if takes(make, "chunk_size") else {}))
-
-
-@functools.cache
 def _compiled(name: str, parts: int) -> Callable[..., Any]:
-    loss = functools.partial(_loss, _rule(name), parts)
+    loss = functools.partial(_loss, rule_of(name, CHUNK), parts)
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3, 4)), compiler_options=QUICKLY)
 
 

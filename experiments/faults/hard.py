@@ -14,7 +14,7 @@ import numpy as np
 from atlasjax import memory, rules
 from atlasjax.memory import Gates
 from atlasjax.names import takes
-from experiments.faults.run import Case, Slow, WrongError
+from experiments.faults.run import Case, Slow, WrongError, some
 
 B, T, H = 1, 24, 2
 DTYPES = ("float32", "bfloat16", "float16")
@@ -30,14 +30,12 @@ Arrays = dict[str, np.ndarray]
 def cases(seed: int, most: int | None = None) -> Iterator[Case]:
     """Every rule on every input in every dtype."""
     every = [(rule, dtype, hard) for rule in rules.REGISTRY for dtype in DTYPES for hard in HARD]
-    if most is not None:
-        every = random.Random(seed).sample(every, most)
-    for rule, dtype, hard in every:
+    for rule, dtype, hard in some(every, most, random.Random(seed)):
         yield f"{rule} {dtype} {hard}", Slow(functools.partial(_compared, rule, dtype, hard, seed))
 
 
 def _compared(name: str, dtype: str, hard: str, seed: int) -> str:
-    rule = _rule(name)
+    rule = rule_of(name)
     params, tokens, gates = _inputs(rule, dtype, hard, seed)
     with jax.debug_nans(True):
         y, state = _compiled(name, False)(params, *tokens, gates)
@@ -64,24 +62,28 @@ def _compared(name: str, dtype: str, hard: str, seed: int) -> str:
 
 
 @functools.cache
-def _rule(name: str) -> Any:
+def rule_of(name: str, chunk_size: int = 8) -> Any:
+    """A rule of the library, with this chunk size if it has any."""
     make = rules.REGISTRY[name]
-    return make(**({"chunk_size": 8} if takes(make, "chunk_size") else {}))
+    return make(**({"chunk_size": chunk_size} if takes(make, "chunk_size") else {}))
+
+
+def dim_of(rule: Any) -> int:
+    """Channels of a head: the variance of few may be near zero."""
+    return 16 if getattr(getattr(rule, "structure", None), "norm", False) else 8
 
 
 @functools.cache
 def _compiled(name: str, reference: bool) -> Callable[..., Any]:
     run = memory.reference if reference else memory.scan
-    rule = _rule(name)
+    rule = rule_of(name)
     return jax.jit(lambda *given: run(rule, given[0], None, *given[1:]), compiler_options=QUICKLY)
 
 
 def _inputs(rule: Any, dtype: str, hard: str, seed: int) -> tuple[Any, tuple[jax.Array, ...], Gates]:
     """Parameters, (q, k, v) in the dtype, and gates in float32."""
     rng = np.random.default_rng(seed)
-    dim = (
-        16 if getattr(getattr(rule, "structure", None), "norm", False) else 8
-    )  # the variance of few channels may be near zero
+    dim = dim_of(rule)
     params = memory.init_params(rule, jax.random.key(seed), num_heads=H, key_dim=dim, value_dim=dim)
     unit = lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True)
     given = {name: rng.standard_normal((B, T, H, dim)) for name in "qkv"}
@@ -102,52 +104,32 @@ def _finite(x: Any) -> bool:
     return not jnp.issubdtype(x.dtype, jnp.floating) or bool(np.isfinite(np.asarray(x, np.float32)).all())
 
 
-def _zeros(x: Arrays, gates: Arrays, largest: float) -> tuple[Arrays, Arrays]:
-    return {name: 0 * array for name, array in x.items()}, gates
+def _ends(**values: float) -> Callable[[Arrays, Arrays, float], tuple[Arrays, Arrays]]:
+    """Gates at one of their ends."""
+    return lambda x, gates, largest: (
+        x,
+        {n: np.full_like(g, values[n]) if n in values else g for n, g in gates.items()},
+    )
 
 
-def _huge_values(x: Arrays, gates: Arrays, largest: float) -> tuple[Arrays, Arrays]:
-    return {**x, "v": x["v"] * min(1e3, largest / 64)}, gates
+def _along(x: np.ndarray) -> np.ndarray:
+    """The places of the tokens, for arrays [batch, time, heads, dim]."""
+    return np.arange(x.shape[1])[None, :, None, None]
 
 
-def _tiny(x: Arrays, gates: Arrays, largest: float) -> tuple[Arrays, Arrays]:
-    return {**x, "k": x["k"] * 1e-20, "v": x["v"] * 1e-30}, gates
-
-
-def _equal_keys(x: Arrays, gates: Arrays, largest: float) -> tuple[Arrays, Arrays]:
-    return {
-        **x,
-        "k": np.broadcast_to(x["k"][:, :1], x["k"].shape),
-        "q": np.broadcast_to(x["k"][:, :1], x["q"].shape),
-    }, gates
-
-
-def _alternating(x: Arrays, gates: Arrays, largest: float) -> tuple[Arrays, Arrays]:
-    signs = (-1.0) ** np.arange(x["k"].shape[1])[None, :, None, None]
-    return {**x, "k": x["k"][:, :1] * signs, "v": x["v"][:, :1] * signs}, gates
-
-
-def _zero_keys(x: Arrays, gates: Arrays, largest: float) -> tuple[Arrays, Arrays]:
-    return {**x, "k": x["k"] * (np.arange(x["k"].shape[1]) % 2)[None, :, None, None]}, gates
-
-
-def _one_token(x: Arrays, gates: Arrays, largest: float) -> tuple[Arrays, Arrays]:
-    return {name: array[:, :1] for name, array in x.items()}, {name: gate[:, :1] for name, gate in gates.items()}
-
-
-def _forgets_all(x: Arrays, gates: Arrays, largest: float) -> tuple[Arrays, Arrays]:
-    """Retention and momentum at their lower end."""
-    low = {name: 0 * gate if name in ("retention", "momentum_decay") else gate for name, gate in gates.items()}
-    return x, low
-
-
-def _forgets_nothing(x: Arrays, gates: Arrays, largest: float) -> tuple[Arrays, Arrays]:
-    """Retention at its upper end, and a momentum that decays very slowly."""
-    ends = {"retention": 1.0, "momentum_decay": 1.0 - 2.0**-20}
-    return x, {name: np.full_like(gate, ends[name]) if name in ends else gate for name, gate in gates.items()}
-
-
+# Tokens, gates and the largest number of the dtype → tokens and gates.
 HARD: dict[str, Callable[[Arrays, Arrays, float], tuple[Arrays, Arrays]]] = {
-    "zeros": _zeros, "huge values": _huge_values, "tiny": _tiny, "equal keys": _equal_keys, "alternating signs": _alternating,
-    "zero keys": _zero_keys, "one token": _one_token, "forgets all": _forgets_all, "forgets nothing": _forgets_nothing,
+    "zeros": lambda x, gates, largest: ({name: 0 * array for name, array in x.items()}, gates),
+    "huge values": lambda x, gates, largest: ({**x, "v": x["v"] * min(1e3, largest / 64)}, gates),
+    "tiny": lambda x, gates, largest: ({**x, "k": x["k"] * 1e-20, "v": x["v"] * 1e-30}, gates),
+    "equal keys": lambda x, gates, largest: (
+        {**x, **dict.fromkeys("kq", np.broadcast_to(x["k"][:, :1], x["k"].shape))}, gates
+    ),
+    "alternating signs": lambda x, gates, largest: (
+        {**x, **{name: x[name][:, :1] * (-1.0) ** _along(x["k"]) for name in "kv"}}, gates
+    ),
+    "zero keys": lambda x, gates, largest: ({**x, "k": x["k"] * (_along(x["k"]) % 2)}, gates),
+    "one token": lambda x, gates, largest: tuple({n: array[:, :1] for n, array in part.items()} for part in (x, gates)),
+    "forgets all": _ends(retention=0.0, momentum_decay=0.0),
+    "forgets nothing": _ends(retention=1.0, momentum_decay=1.0 - 2.0**-20),  # a momentum that decays very slowly
 }  # fmt: skip

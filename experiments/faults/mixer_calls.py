@@ -12,7 +12,7 @@ from atlasjax.mixers import attention, gam, infini, memorizing
 from atlasjax.mixers.elastic import attention as elastic
 from atlasjax.mixers.elastic import banks, hippo, sampling
 from atlasjax.nn import MemoryConfig, ModelConfig, abstract_model
-from experiments.faults.run import Case
+from experiments.faults.run import Case, case
 
 B, T, H, D = 2, 6, 2, 4
 NUMBERS = (-1, True, 1.5, None, "2", float("nan"), [1], np.zeros((2, 3)))
@@ -32,13 +32,8 @@ def cases(others: dict[str, Other], taken: Callable[[Callable[[], Any], tuple[st
             for kind, other in _kinds(value, others).items():
                 if kind not in allowed.get(argument, ()):
                     call = functools.partial(_changed, function, good, argument, other)
-                    words = (
-                        argument.partition(".")[0],
-                        argument.rpartition(".")[2],
-                        name,
-                        f"{name.partition('.')[0]}: ",
-                    )
-                    yield f"{name} {argument} {kind}", functools.partial(taken, call, words)
+                    words = argument.partition(".")[0], argument.rpartition(".")[2], name, f"{name.partition('.')[0]}: "
+                    yield case(f"{name} {argument} {kind}", taken, call, words)
 
 
 def _kinds(value: Any, others: dict[str, Other]) -> dict[str, Other]:

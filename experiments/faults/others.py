@@ -31,7 +31,7 @@ from atlasjax.memory import Gates, tuned
 from atlasjax.mixers.elastic import banks
 from atlasjax.train import load_run
 from experiments.faults import damage, signed, small
-from experiments.faults.run import Case
+from experiments.faults.run import Case, case, some
 
 _JSON = (
     "null", "[]", "{}", "3", '"x"', "[null]", "[3]", "[{}]", '{"choices": 3}', "[[[]]]", '[{"device": 3}]', "NaN",
@@ -52,11 +52,7 @@ def cases(seed: int, most: int | None = None) -> Iterator[Case]:
             *_banks(folder, rng),
         ]  # fmt: skip
         with mock.patch.dict(os.environ, {"ATLASJAX_CACHE": str(folder / "cache")}):
-            yield from every if most is None else rng.sample(every, most)
-
-
-def _own(rng: random.Random) -> random.Random:
-    return random.Random(rng.random())
+            yield from some(every, most, rng)
 
 
 # tuned.json
@@ -65,19 +61,11 @@ def _own(rng: random.Random) -> random.Random:
 def _tuned(folder: pathlib.Path, rng: random.Random) -> Iterator[Case]:
     plain = functools.cache(_scanned)
     for kind in damage.FILE:
-        yield (
-            f"tuned.json {kind.__name__}",
-            functools.partial(_scan, folder, plain, functools.partial(_harm, kind, _own(rng))),
-        )
+        yield case(f"tuned.json {kind.__name__}", _scan, folder, plain, damage.on("", kind, rng))
     for text in _JSON:
-        harm = lambda file, text=text: file.write_text(text)
-        yield f"tuned.json = {text[:20]}", functools.partial(_scan, folder, plain, harm)
+        yield case(f"tuned.json = {text[:20]}", _scan, folder, plain, lambda file, text=text: file.write_text(text))
     for name in ("tuned.json.partial", ".tuned.json.partial", "tuned.partial", "tuned.tmp", "tuned.json.tmp"):
-        yield f"a link at {name}", functools.partial(_written, folder, name)
-
-
-def _harm(kind: damage.Damage, rng: random.Random, file: pathlib.Path) -> None:
-    kind(file, rng)
+        yield case(f"a link at {name}", _written, folder, name)
 
 
 def _choice() -> tuned.Choice:
@@ -126,7 +114,7 @@ def _memories(folder: pathlib.Path, model: Any, rng: random.Random) -> Iterator[
     context = read(model, [[1, 2, 3]])
     save_context(model, context, whole)
 
-    def loaded(harm: Callable[[pathlib.Path], object], words: tuple[str, ...]) -> str:
+    def loaded(harm: Callable[[pathlib.Path], object]) -> str:
         file = folder / "copy.memory"
         damage.gone(file)
         shutil.copy(whole, file)
@@ -134,29 +122,18 @@ def _memories(folder: pathlib.Path, model: Any, rng: random.Random) -> Iterator[
         same = lambda found: (
             small.same(found.cache, context.cache) and np.array_equal(found.num_tokens, context.num_tokens)
         )
-        return small.refused(lambda: load_context(model, file), words, right=same)
+        return small.refused(lambda: load_context(model, file), ("copy.memory",), right=same)
 
     for kind in (*damage.FILE, *damage.FILE):
-        yield (
-            f"memory {kind.__name__}",
-            functools.partial(loaded, functools.partial(_harm, kind, _own(rng)), ("copy.memory",)),
-        )
+        yield case(f"memory {kind.__name__}", loaded, damage.on("", kind, rng))
     for field in ("model", "params_sha256", "num_tokens", "max_length", "note"):
         changes = {f"= {str(value)[:20]}": signed.with_field((field,), value) for value in _OTHERS}
         changes["missing"] = signed.without_field((field,))
         for name, change in changes.items():
-            harm = functools.partial(_about, change)
-            yield f"memory, {field} {name}", functools.partial(loaded, harm, ("copy.memory",))
-    for name, change in {
-        "a list": lambda about: [about],
-        "nothing": lambda _: None,
-        "one more": signed.with_field(("x",), 1),
-    }.items():
-        yield f"memory, {name}", functools.partial(loaded, functools.partial(_about, change), ("copy.memory",))
-
-
-def _about(change: signed.Change, file: pathlib.Path) -> None:
-    signed.change_about(file, change)
+            yield case(f"memory, {field} {name}", loaded, functools.partial(signed.change_about, change=change))
+    others = {"a list": lambda about: [about], "nothing": lambda _: None, "one more": signed.with_field(("x",), 1)}
+    for name, change in others.items():
+        yield case(f"memory, {name}", loaded, functools.partial(signed.change_about, change=change))
 
 
 # Tokenizers
@@ -172,11 +149,11 @@ def _tokenizers(folder: pathlib.Path, rng: random.Random) -> Iterator[Case]:
     }
     for kind, swap in {
         "trained on another text": _other_tokenizer,
-        "two ids exchanged": _two_exchanged,
-        "a merge less": _merge_less,
+        "two ids exchanged": functools.partial(_changed_model, _two_exchanged),
+        "a merge less": functools.partial(_changed_model, lambda model: model["merges"].pop(0)),
     }.items():
         for name, line in commands.items():
-            yield f"{name}: tokenizer {kind}", functools.partial(_swapped, folder, swap, line)
+            yield case(f"{name}: tokenizer {kind}", _swapped, folder, swap, line)
 
 
 def _swapped(folder: pathlib.Path, swap: Callable[[pathlib.Path], None], line: tuple[str, ...]) -> str:
@@ -192,20 +169,16 @@ def _other_tokenizer(place: pathlib.Path) -> None:
     BpeTokenizer.train(["quite another text: " + " ".join(map(str, range(3000)))], size).save(place)
 
 
-def _two_exchanged(place: pathlib.Path) -> None:
+def _changed_model(change: Callable[[dict[str, Any]], object], place: pathlib.Path) -> None:
     file = place / "bpe.json"
     definition = json.loads(file.read_text())
-    vocabulary = definition["model"]["vocab"]
-    one, other = sorted(vocabulary)[20:22]
-    vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
+    change(definition["model"])
     file.write_text(json.dumps(definition))
 
 
-def _merge_less(place: pathlib.Path) -> None:
-    file = place / "bpe.json"
-    definition = json.loads(file.read_text())
-    definition["model"]["merges"].pop(0)
-    file.write_text(json.dumps(definition))
+def _two_exchanged(model: dict[str, Any]) -> None:
+    one, other = sorted(model["vocab"])[20:22]
+    model["vocab"] |= {one: model["vocab"][other], other: model["vocab"][one]}
 
 
 # Prepared shards
@@ -222,10 +195,7 @@ def _shards(folder: pathlib.Path, rng: random.Random) -> Iterator[Case]:
     kinds: list[damage.Damage] = [damage.flipped, damage.zeroed, damage.garbled, _exchanged, *damage.FILE]
     for path in files:
         for kind in kinds:
-            yield (
-                f"prepared {path} {kind.__name__}",
-                functools.partial(_read_shards, folder, plain, path, kind, _own(rng)),
-            )
+            yield case(f"prepared {path} {kind.__name__}", _read_shards, folder, plain, damage.on(path, kind, rng))
 
 
 def _exchanged(path: pathlib.Path, rng: random.Random) -> None:
@@ -246,15 +216,11 @@ def _batches(place: pathlib.Path) -> list[np.ndarray]:
 
 
 def _read_shards(
-    folder: pathlib.Path,
-    plain: Callable[[], list[np.ndarray]],
-    path: pathlib.Path,
-    kind: damage.Damage,
-    rng: random.Random,
+    folder: pathlib.Path, plain: Callable[[], list[np.ndarray]], harm: Callable[[pathlib.Path], None]
 ) -> str:
     expected = plain()
     copy = damage.copied(folder / "prepared", folder / "copy")
-    kind(copy / path, rng)
+    harm(copy)
     same = lambda found: len(found) == len(expected) and all(map(np.array_equal, found, expected))
     return small.refused(lambda: _batches(copy), (str(copy), "prepared", "tokenizer"), right=same)
 
@@ -263,19 +229,19 @@ def _read_shards(
 
 
 def _banks(folder: pathlib.Path, rng: random.Random) -> Iterator[Case]:
-    def loaded(kind: damage.Damage, own: random.Random) -> str:
+    def loaded(harm: Callable[[pathlib.Path], None]) -> str:
         place = folder / "banks"
         damage.gone(place)
         expected = _bank(place)
         for file in sorted(path for path in place.rglob("*") if path.is_file()):
-            kind(file, own)
+            harm(file)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             found = _bank(place)
         return "right" if all(map(np.array_equal, found, expected)) else "wrong"
 
     for kind in (*damage.FILE, *damage.FILE):
-        yield f"bank {kind.__name__}", functools.partial(loaded, kind, _own(rng))
+        yield case(f"bank {kind.__name__}", loaded, damage.on("", kind, rng))
 
 
 def _bank(place: pathlib.Path) -> list[np.ndarray]:

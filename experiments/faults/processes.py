@@ -6,6 +6,7 @@ processes that were never disturbed, bit for bit.
 
 import contextlib
 import functools
+import itertools
 import os
 import pathlib
 import random
@@ -15,11 +16,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from typing import Any
 
 from atlasjax.cli import TRY_AGAIN
 from atlasjax.train import load_run
 from experiments.faults import small
-from experiments.faults.run import Case, Slow
+from experiments.faults.run import Case, Slow, some
 
 _STEPS, _EVERY = 400, 100
 # From the loss of one process to the end of the other. A collective fails at once; one that waits for the other's part of a
@@ -31,17 +33,13 @@ _PATIENCE = 300  # for what is compiled by two processes on a busy machine
 def cases(seed: int, most: int | None = None) -> Iterator[Case]:
     """Each process, after each checkpoint but the last one, at once and after some steps."""
     rng = random.Random(seed)
-    every = [
-        (victim, step, late) for victim in (0, 1) for step in range(_EVERY, _STEPS, _EVERY) for late in (False, True)
-    ]
+    every = list(itertools.product((0, 1), range(_EVERY, _STEPS, _EVERY), (False, True)))
     with tempfile.TemporaryDirectory() as place:
         folder = pathlib.Path(place)
         (folder / "text.txt").write_text(small.TEXT * 60)
-        together = _started(folder, "whole")
-        for process in together:
-            process.communicate(timeout=_PATIENCE)
+        _ended(_started(folder, "whole"))
         expected = small.params(load_run(folder / "whole").model)
-        for victim, step, late in every if most is None else rng.sample(every, most):
+        for victim, step, late in some(every, most, rng):
             delay = rng.random() * 0.2 if late else 0.0
             name = f"process {victim} after step {step}{f' and {delay:.2f} s' if late else ''}"
             yield name, Slow(functools.partial(_lost, folder, expected, victim, step, delay))
@@ -59,16 +57,16 @@ def _started(folder: pathlib.Path, name: str) -> list[subprocess.Popen[str]]:
         *("--processes.coordinator", address, "--processes.num-processes", "2", "--processes.process-id"),
     ]  # fmt: skip
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=1"
-    return [
-        subprocess.Popen(
-            [sys.executable, "-m", "atlasjax", *options, str(index)],
-            env={**os.environ, "XLA_FLAGS": flags},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for index in range(2)
-    ]
+    with_pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with_pipes["env"] = {**os.environ, "XLA_FLAGS": flags}
+    command = [sys.executable, "-m", "atlasjax", *options]
+    return [subprocess.Popen([*command, str(index)], **with_pipes) for index in range(2)]
+
+
+def _ended(processes: list[subprocess.Popen[str]]) -> list[subprocess.Popen[str]]:
+    for process in processes:
+        process.communicate(timeout=_PATIENCE)
+    return processes
 
 
 def _lost(folder: pathlib.Path, expected: object, victim: int, step: int, delay: float) -> str:
@@ -92,9 +90,6 @@ def _lost(folder: pathlib.Path, expected: object, victim: int, step: int, delay:
     finished = (run_dir / f"checkpoints/{_STEPS}").is_dir()
     if not finished and (other.returncode != TRY_AGAIN or len(lines) != 1 or seconds > _MOST_SECONDS):
         raise AssertionError(f"exit code {other.returncode} after {seconds:.0f} s: {said[-300:]!r}")
-    again = _started(folder, run_dir.name)
-    for process in again:
-        process.communicate(timeout=_PATIENCE)
-    if any(process.returncode for process in again):
+    if any(process.returncode for process in _ended(_started(folder, run_dir.name))):
         raise AssertionError("the same commands did not end well")
     return "right" if small.same(small.params(load_run(run_dir).model), expected) else "wrong"

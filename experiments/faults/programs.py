@@ -4,7 +4,6 @@ A damaged program may never be run: the run compiles again, says so where it is 
 """
 
 import contextlib
-import functools
 import io
 import pathlib
 import random
@@ -16,7 +15,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from atlasjax.train import train
 from experiments.faults import damage, small
-from experiments.faults.run import Case
+from experiments.faults.run import Case, case, some
 
 
 def cases(seed: int, most: int | None = None) -> Iterator[Case]:
@@ -27,15 +26,10 @@ def cases(seed: int, most: int | None = None) -> Iterator[Case]:
         whole = train_quietly(folder, folder / "whole", 4)[0]
         small.trained(folder, folder / "stopped", 2, compilation_cache=True)
         kinds = [(kind.__name__, kind, one) for kind in damage.FILE for one in (True, False)]
-        kinds += [
-            (name, None, True) for name in ("folder of another machine", "a file for the folder", "a stranger's file")
-        ]
-        for name, kind, one in kinds if most is None else rng.sample(kinds, most):
+        others = ("folder of another machine", "a file for the folder", "a stranger's file")
+        for name, kind, one in some([*kinds, *((name, None, True) for name in others)], most, rng):
             which = "one program" if one else "all programs"
-            yield (
-                f"{which}, {name}",
-                functools.partial(_gone_on, folder, whole, name, kind, one, random.Random(rng.random())),
-            )
+            yield case(f"{which}, {name}", _gone_on, folder, whole, name, kind, one, random.Random(rng.random()))
 
 
 @contextlib.contextmanager

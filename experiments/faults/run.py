@@ -19,14 +19,16 @@ Rows, one for each class, are lines of results/faults.jsonl; cases that failed a
 import argparse
 import atexit
 import collections
+import functools
 import importlib
 import pathlib
+import random
 import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import jax
 
@@ -41,6 +43,17 @@ FAILURES = ("wrong", "traceback", "gave up", "hang")
 SECONDS = 60
 
 Case = tuple[str, Callable[[], str]]  # its name, and what makes its outcome
+T = TypeVar("T")
+
+
+def case(name: str, made: Callable[..., str], *arguments: Any) -> Case:
+    """A case whose outcome a function makes of these arguments."""
+    return name, functools.partial(made, *arguments)
+
+
+def some(every: Sequence[T], most: int | None, rng: random.Random) -> Sequence[T]:
+    """So many of them at random; all without a number."""
+    return every if most is None else rng.sample(every, most)
 
 
 class WrongError(Exception):

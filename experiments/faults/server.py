@@ -6,7 +6,6 @@ this process is asked, and little at a time.
 """
 
 import contextlib
-import functools
 import http.client
 import json
 import os
@@ -28,7 +27,7 @@ from atlasjax.serve.chat import Message, PlainChat, TemplateChat
 from atlasjax.serve.limits import Limits
 from atlasjax.serve.memories import Memories
 from experiments.faults import damage, small
-from experiments.faults.run import Case
+from experiments.faults.run import Case, case, some
 
 _TOKEN = "a-secret"
 _GOOD: dict[str, Any] = {"model": "tiny", "prompt": "the ", "max_tokens": 2, "temperature": 0}
@@ -73,25 +72,17 @@ def cases(seed: int, most: int | None = None) -> Iterator[Case]:
     with tempfile.TemporaryDirectory() as place:
         folder = pathlib.Path(place)
         with _serving(model, folder / "memories") as port:
-            every: list[Case] = []
-            for field in _FIELDS:
-                for value in _VALUES:
-                    every.append((f"{field} = {value[:24]}", functools.partial(_field, port, field, value)))
-            for name, body in _BODIES.items():
-                for path in ("/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/nothing"):
-                    every.append((f"{path}, {name}", functools.partial(_answered, port, path, body)))
-            for name, start in _STARTS.items():
-                every.append((f"connections with {name}", functools.partial(_started, port, start)))
-            for name, template in _TEMPLATES.items():
-                every.append((f"template: {name}", functools.partial(_template, template)))
-            for kind, make in _ODD.items():
-                every.append((f"memories: {kind}", functools.partial(_memories, model, folder / "odd", make)))
-            for kind in damage.FILE:
-                own = random.Random(rng.random())
-                every.append(
-                    (f"memory file {kind.__name__}", functools.partial(_damaged, model, folder / "odd", kind, own))
-                )
-            yield from every if most is None else rng.sample(every, most)
+            paths = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/nothing")
+            every = [
+                *(case(f"{field} = {value[:24]}", _field, port, field, value) for field in _FIELDS for value in _VALUES),
+                *(case(f"{path}, {name}", _answered, port, path, body) for name, body in _BODIES.items() for path in paths),
+                *(case(f"connections with {name}", _started, port, start) for name, start in _STARTS.items()),
+                *(case(f"template: {name}", _template, template) for name, template in _TEMPLATES.items()),
+                *(case(f"memories: {kind}", _memories, model, folder / "odd", make) for kind, make in _ODD.items()),
+                *(case(f"memory file {kind.__name__}", _damaged, model, folder / "odd", damage.on("x.memory", kind, rng))
+                  for kind in damage.FILE),
+            ]  # fmt: skip
+            yield from some(every, most, rng)
 
 
 @contextlib.contextmanager
@@ -190,29 +181,17 @@ def _memories(model: LanguageModel, folder: pathlib.Path, make: Callable[[pathli
     damage.gone(folder)
     folder.mkdir()
     make(folder / "x.memory")
-    with contextlib.closing(_Closed(Memories(ContextFiles(model), folder))) as opened:
-        memories = opened.memories
-        context = read(model, [[1, 2]])
-        memories.save("good", context)
-        if memories.load("good") is None or "good" not in {entry.name for entry in memories.entries()}:
-            return "wrong"
-        return small.refused(lambda: memories.load("x"), ("memory 'x'",), right=lambda found: found is None)
+    memories = Memories(ContextFiles(model), folder)
+    memories.save("good", read(model, [[1, 2]]))
+    if memories.load("good") is None or "good" not in {entry.name for entry in memories.entries()}:
+        return "wrong"
+    return small.refused(lambda: memories.load("x"), ("memory 'x'",), right=lambda found: found is None)
 
 
-class _Closed:
-    """Memories, and their end if they have one: a folder may be held by one server only."""
-
-    def __init__(self, memories: Memories):
-        self.memories = memories
-
-    def close(self) -> None:
-        getattr(self.memories, "close", small.nothing)()
-
-
-def _damaged(model: LanguageModel, folder: pathlib.Path, kind: damage.Damage, rng: random.Random) -> str:
+def _damaged(model: LanguageModel, folder: pathlib.Path, harm: Callable[[pathlib.Path], None]) -> str:
     damage.gone(folder)
     folder.mkdir()
     save_context(model, read(model, [[1, 2]]), folder / "x.memory")
-    kind(folder / "x.memory", rng)
-    with contextlib.closing(_Closed(Memories(ContextFiles(model), folder))) as opened:
-        return small.refused(lambda: opened.memories.load("x"), ("memory 'x'",), right=lambda found: found is None)
+    harm(folder)
+    memories = Memories(ContextFiles(model), folder)
+    return small.refused(lambda: memories.load("x"), ("memory 'x'",), right=lambda found: found is None)

@@ -1,6 +1,7 @@
 """The smallest run that has every part, and how a refusal is told from an accident."""
 
 import contextlib
+import dataclasses
 import io
 import pathlib
 from collections.abc import Callable, Sequence
@@ -11,11 +12,14 @@ import jax
 import numpy as np
 
 from atlasjax import cli
+from atlasjax.cli import train as train_command
 from atlasjax.data import DataConfig
 from atlasjax.distributed import MeshConfig
 from atlasjax.nn import MemoryConfig, ModelConfig
-from atlasjax.train import ConfigError, OptimizerConfig, RunError, TrainConfig, train
+from atlasjax.train import ConfigError, OptimizerConfig, RunError, TrainConfig, resume, train
+from atlasjax.train import setup as setup_lib
 from atlasjax.train import state as state_lib
+from atlasjax.train.errors import user_errors
 
 TEXT = "the memory learns while it reads, and forgets what it no longer needs. "
 MODEL = ModelConfig(
@@ -27,20 +31,14 @@ MODEL = ModelConfig(
 def config(folder: pathlib.Path, run_dir: pathlib.Path, steps: int, **changes: Any) -> TrainConfig:
     """A run of `MODEL` on `TEXT`, which is written to `folder`, with a checkpoint after every second step."""
     (folder / "text.txt").write_text(TEXT * 60)
-    given: dict[str, Any] = {
-        "model": MODEL,
-        "data": DataConfig(
-            source="text", paths=(str(folder / "text.txt"),), tokenizer="bpe:300", sequence_length=16, batch_size=4
-        ),
-        "optimizer": OptimizerConfig(learning_rate=1e-2, warmup_steps=2, schedule="constant"),
-        "mesh": MeshConfig(1, 1, 1),
-        "eval_every": 0,
-        "eval_batches": 1,
-        "checkpoint_every": 2,
-        "tensorboard": False,
-        **changes,
-    }
-    return TrainConfig(steps=steps, run_dir=str(run_dir), **given)
+    data = DataConfig(
+        source="text", paths=(str(folder / "text.txt"),), tokenizer="bpe:300", sequence_length=16, batch_size=4
+    )
+    optimizer = OptimizerConfig(learning_rate=1e-2, warmup_steps=2, schedule="constant")
+    config = TrainConfig(
+        MODEL, data, optimizer, mesh=MeshConfig(1, 1, 1), eval_every=0, eval_batches=1, checkpoint_every=2, tensorboard=False
+    )  # fmt: skip
+    return dataclasses.replace(config, steps=steps, run_dir=str(run_dir), **changes)
 
 
 def trained(folder: pathlib.Path, run_dir: pathlib.Path, steps: int, **changes: Any) -> TrainConfig:
@@ -100,6 +98,20 @@ def asked(
 
 def nothing(*_: Any, **__: Any) -> None:
     """In place of what a case leaves out."""
+
+
+def not_trained() -> list[Any]:
+    """Patches of `atlasjax train`: the run is prepared as it always is, and no step is taken."""
+
+    def prepared(config: TrainConfig, **_: Any) -> None:
+        with user_errors():
+            resume.check_resumable(config)
+            setup_lib.prepare(config)
+
+    return [
+        left_out(train_command, "train", prepared),
+        *(left_out(train_command, name) for name in ("_report", "use_cores")),
+    ]
 
 
 def not_served() -> list[Any]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from atlasjax.data.tokenizers import BpeTokenizer, ByteTokenizer, SentencePieceTokenizer, Tokenizer
 from experiments.faults import small
-from experiments.faults.run import Case, WrongError
+from experiments.faults.run import Case, WrongError, case, some
 
 _SPECIAL = ("<|endoftext|>", "<s>", "</s>", "<unk>", "<pad>", "<|im_start|>", "[INST]", "<0x41>")
 _PARTS = (
@@ -28,15 +28,14 @@ _TEXTS = 200  # of each tokenizer
 def cases(seed: int, most: int | None = None) -> Iterator[Case]:
     """Texts of parts in any order, for every tokenizer."""
     rng = random.Random(seed)
-    texts = list(
-        dict.fromkeys((*_PARTS, *("".join(rng.choices(_PARTS, k=rng.randrange(2, 9))) for _ in range(_TEXTS))))
-    )
+    random_texts = ("".join(rng.choices(_PARTS, k=rng.randrange(2, 9))) for _ in range(_TEXTS))
+    texts = list(dict.fromkeys((*_PARTS, *random_texts)))
     every = [(name, text) for name in _TOKENIZERS for text in texts]
-    for name, text in every if most is None else rng.sample(every, most):
-        yield f"{name}: {text[:40]!r}", functools.partial(_summed, name, text)
+    for name, text in some(every, most, rng):
+        yield case(f"{name}: {text[:40]!r}", _summed, name, text)
     for word in _BYTES:
         made = functools.partial(_bpe, words=(word,))
-        yield f"bpe with the word {word!r}", functools.partial(small.refused, made, ("added_tokens",))
+        yield case(f"bpe with the word {word!r}", small.refused, made, ("added_tokens",))
 
 
 def _summed(name: str, text: str) -> str:

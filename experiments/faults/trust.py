@@ -4,19 +4,20 @@ The module is one of ours that leaves a mark when it is imported. It may not be 
 says in one line which name asks for it.
 """
 
+import contextlib
 import functools
 import itertools
-import os
 import pathlib
 import random
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from unittest import mock
 
 from atlasjax.generate import load_context, read, save_context
 from atlasjax.train import load_run
 from experiments.faults import damage, signed, small
-from experiments.faults.run import Case
+from experiments.faults.run import Case, case, some
 
 _MODULE = "faults_stranger"
 _NAMES = tuple(f"{_MODULE}:{name}" for name in ("make", "Thing", "missing", "a.b"))
@@ -36,8 +37,11 @@ _COMMANDS = {
 
 def cases(seed: int, most: int | None = None) -> Iterator[Case]:
     """Every field that may hold a name, with names of objects that are there and that are not, read by every command."""
-    before, place_before = list(sys.path), os.getcwd()
-    with tempfile.TemporaryDirectory() as place:
+    with (
+        tempfile.TemporaryDirectory() as place,
+        mock.patch.object(sys, "path", [place, *sys.path]),
+        contextlib.chdir(place),
+    ):
         folder = pathlib.Path(place)
         (folder / f"{_MODULE}.py").write_text(
             "import pathlib\npathlib.Path(__file__).with_name('mark').touch()\n"
@@ -46,21 +50,15 @@ def cases(seed: int, most: int | None = None) -> Iterator[Case]:
         small.trained(folder, folder / "run", 2)
         model = load_run(folder / "run").model
         save_context(model, read(model, [[1, 2, 3]]), folder / "whole.memory")
-        every: list[tuple[str, Callable[[], str]]] = []
+        every: list[Case] = []
         for field, name in itertools.product(_FIELDS, _NAMES):
-            for command, line in _COMMANDS.items():
-                case = functools.partial(_read_by, folder, field, name, line)
-                every.append((f"{command}: {'.'.join(field)} = {name}", case))
+            said = f"{'.'.join(field)} = {name}"
+            every += [
+                case(f"{command}: {said}", _read_by, folder, field, name, line) for command, line in _COMMANDS.items()
+            ]
             if field[0] == "model":
-                case = functools.partial(_memory, folder, model, field, name)
-                every.append((f"load_context: {'.'.join(field)} = {name}", case))
-        sys.path.insert(0, place)
-        os.chdir(place)
-        try:
-            yield from every if most is None else random.Random(seed).sample(every, most)
-        finally:
-            sys.path[:] = before
-            os.chdir(place_before)
+                every.append(case(f"load_context: {said}", _memory, folder, model, field, name))
+        yield from some(every, most, random.Random(seed))
 
 
 def _read_by(folder: pathlib.Path, field: tuple[str, ...], name: str, line: tuple[str, ...]) -> str:

@@ -5,8 +5,6 @@ is read gives the parameters that were saved, or is refused in one line that nam
 """
 
 import contextlib
-import dataclasses
-import functools
 import io
 import os
 import pathlib
@@ -25,7 +23,7 @@ from atlasjax.config_json import to_dict
 from atlasjax.generate import Context, load_context, read, save_context
 from atlasjax.train import load_run, train
 from experiments.faults import damage, signed, small
-from experiments.faults.run import Case, Slow
+from experiments.faults.run import Case, Slow, case, some
 
 _BACK = (50, 200, 400)  # commits before this one
 _ROOT = pathlib.Path(__file__).parents[2]
@@ -33,11 +31,11 @@ _WRITE = """
 import pathlib, sys
 import jax, numpy
 from flax import nnx
-from experiments.faults import folders
+from experiments.faults import small
 from atlasjax.train import load_run, train
 from atlasjax.generate import read, save_context
 place = pathlib.Path(sys.argv[1])
-train(folders._config(place, place / "old", 4))
+train(small.config(place, place / "old", 4))
 model = load_run(place / "old").model
 context = read(model, [[1, 2, 3]])
 save_context(model, context, place / "old.memory")
@@ -60,11 +58,10 @@ def cases(seed: int, most: int | None = None) -> Iterator[Case]:
         for path in _fields(to_dict(config)):
             for kind, change in _changes(path).items():
                 name = f"{kind} {'.'.join(path)}"
-                every.append((f"run, {name}", functools.partial(_run, folder, expected, path, change)))
+                every.append(case(f"run, {name}", _run, folder, expected, path, change))
                 if path[0] == "model":
-                    every.append((f"memory, {name}", functools.partial(_memory, folder, model, context, path, change)))
-        if most is not None:
-            every = rng.sample(every, most)
+                    every.append(case(f"memory, {name}", _memory, folder, model, context, path, change))
+        every = list(some(every, most, rng))
         for back in _BACK:
             if most is None and _commit(back) is not None:
                 every += _of_commit(folder, back)
@@ -104,20 +101,10 @@ def _memory(folder: pathlib.Path, model: Any, context: Context, path: tuple[str,
     return small.refused(lambda: load_context(model, file), (path[-1], path[0]), right=same)
 
 
-def _params(loaded: Any) -> Any:
-    return nnx.state(loaded.model, nnx.Param)
-
-
 def _commit(back: int) -> str | None:
     """The commit so many before this one; None without a history that has it."""
-    found = subprocess.run(
-        ["git", "rev-parse", "--verify", "--quiet", f"HEAD~{back}"],
-        cwd=_ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return found.stdout.strip() or None
+    command = ["git", "rev-parse", "--verify", "--quiet", f"HEAD~{back}"]
+    return subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False).stdout.strip() or None
 
 
 def _of_commit(folder: pathlib.Path, back: int) -> list[Case]:
@@ -131,15 +118,8 @@ def _of_commit(folder: pathlib.Path, back: int) -> list[Case]:
             place.mkdir()
             archive = subprocess.run(["git", "archive", str(_commit(back))], cwd=_ROOT, capture_output=True, check=True)
             subprocess.run(["tar", "-x", "-C", str(source)], input=archive.stdout, check=True)
-            there = {**os.environ, "PYTHONPATH": str(source)}
-            subprocess.run(
-                [sys.executable, "-c", _WRITE, str(place)],
-                cwd=source,
-                env=there,
-                check=True,
-                capture_output=True,
-                text=True,
-            )
+            command, there = [sys.executable, "-c", _WRITE, str(place)], {**os.environ, "PYTHONPATH": str(source)}
+            subprocess.run(command, cwd=source, env=there, check=True, capture_output=True, text=True)
             made.append(place)
         return made[0]
 
@@ -151,26 +131,23 @@ def _of_commit(folder: pathlib.Path, back: int) -> list[Case]:
 
     def read_here() -> str:
         return small.refused(
-            lambda: load_run(written() / "old"), ("version", "config", "field"), right=saved("params", _params)
+            lambda: load_run(written() / "old"),
+            ("version", "config", "field"),
+            right=saved("params", lambda run: nnx.state(run.model, nnx.Param)),
         )
 
     def gone_on() -> str:
         place = written()
-        config = dataclasses.replace(small.config(place, place / "old", 6), steps=6)
+        config = small.config(place, place / "old", 6)
         with contextlib.redirect_stdout(io.StringIO()):
-            return small.refused(
-                lambda: train(config),
-                ("version", "config", "model", "data"),
-                right=lambda result: result.resumed_from == 4,
-            )
+            words = ("version", "config", "model", "data")
+            return small.refused(lambda: train(config), words, right=lambda result: result.resumed_from == 4)
 
     def memory() -> str:
         place = written()
-        words = ("version", "model", "parameters", "format")
+        words, same = ("version", "model", "parameters", "format"), saved("memory", lambda context: context.cache)
         return small.refused(
-            lambda: load_context(load_run(place / "old").model, place / "old.memory"),
-            words,
-            right=saved("memory", lambda context: context.cache),
+            lambda: load_context(load_run(place / "old").model, place / "old.memory"), words, right=same
         )
 
     return [

@@ -31,7 +31,7 @@ from atlasjax.nn import LanguageModel, ModelConfig, SSMConfig
 from atlasjax.train import Checkpoints, TrainConfig, TrainState, load_run
 from atlasjax.train import state as state_lib
 from experiments.faults import amounts, damage, small
-from experiments.faults.run import Case, Slow
+from experiments.faults.run import Case, Slow, case, some
 
 _SHARED: dict[str, Any] = {"dim": 12, "num_layers": 2, "num_heads": 2, "vocab_size": 256, "dtype": "float32"}
 _MODELS = {
@@ -58,22 +58,18 @@ def cases(seed: int, most: int | None = None) -> Iterator[Case]:
             whole = functools.partial(_imported, folder, source)
             for field, value in given.items():
                 for other in _SIZES if isinstance(value, int | float | list) else ():
-                    change = {field: other}
-                    every.append((f"{name} {field} = {str(other)[:24]}", functools.partial(_changed, whole, change)))
+                    every.append(case(f"{name} {field} = {str(other)[:24]}", _changed, whole, {field: other}))
             for field in ("layer_types", "attn_layer_idx", "time_step_limit", "architectures"):
-                case = functools.partial(_changed, whole, {field: [0] * 10**7})
-                every.append((f"{name} {field} with ten million entries", case))
+                every.append(case(f"{name} {field} with ten million entries", _changed, whole, {field: [0] * 10**7}))
             for file in ("config.json", "model.safetensors"):
-                for kind in damage.FILE:
-                    own = random.Random(rng.random())
-                    every.append(
-                        (f"{name} {file} {kind.__name__}", functools.partial(_damaged, whole, file, kind, own))
-                    )
+                every += [
+                    case(f"{name} {file} {kind.__name__}", whole, damage.on(file, kind, rng)) for kind in damage.FILE
+                ]
         source = folder / "mamba2"
         for n in range(_KILLS):
             delay = rng.random() * 0.3
             every.append((f"import killed {n}", Slow(functools.partial(_killed, folder, source, delay))))
-        yield from every if most is None else rng.sample(every, most)
+        yield from some(every, most, rng)
 
 
 def _exported(folder: pathlib.Path, name: str, model: ModelConfig) -> pathlib.Path:
@@ -124,25 +120,12 @@ def _changed(imported: Any, change: dict[str, Any]) -> str:
     return imported(harm)
 
 
-def _damaged(imported: Any, file: str, kind: damage.Damage, rng: random.Random) -> str:
-    return imported(lambda copy: kind(copy / file, rng))
-
-
 def _killed(folder: pathlib.Path, source: pathlib.Path, delay: float) -> str:
     place = folder / "place"
     damage.gone(place)
     place.mkdir()
-    command = [
-        sys.executable,
-        "-m",
-        "atlasjax.cli",
-        "import",
-        str(source),
-        "--run-dir",
-        str(place / "run"),
-        "--tokenizer",
-        "byte",
-    ]
+    options = ["import", str(source), "--run-dir", str(place / "run"), "--tokenizer", "byte"]
+    command = [sys.executable, "-m", "atlasjax.cli", *options]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     until = time.monotonic() + 300
     while not os.listdir(place) and process.poll() is None and time.monotonic() < until:
@@ -150,10 +133,8 @@ def _killed(folder: pathlib.Path, source: pathlib.Path, delay: float) -> str:
     time.sleep(delay)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    if (place / "run").exists():
-        whole = True  # it appeared, so it must be whole
-    else:
-        whole = False
+    whole = (place / "run").exists()  # it appeared, so it must be whole
+    if not whole:
         with contextlib.redirect_stdout(io.StringIO()):
             import_weights(source, place / "run", tokenizer="byte")
     right = _as_from(folder, source, place / "run")
