@@ -9,9 +9,14 @@ memory. Prints a table and, with `--out`, appends one JSON line per length.
 """
 
 import argparse
-import json
 import os
-import time
+import pathlib
+import sys
+
+# When run as a script, Python searches only the folder of this file.
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
+
+from experiments import timing
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 HEADS, DIM = 4, 64
@@ -41,48 +46,18 @@ def matrices():
     }
 
 
-def inputs(rule, length):
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-
-    from atlasjax import memory
-
-    rng = np.random.default_rng(0)
-    normal = lambda: rng.standard_normal((1, length, HEADS, DIM)).astype("float32")
-    unit = lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True)
-    gates = {}
-    for name, channels in rule.gate_channels(DIM, DIM).items():
-        shape = (1, length, HEADS) if channels is None else (1, length, HEADS, channels)
-        ranges = {"retention": (0.98, 1.0), "momentum_decay": (0.5, 0.9), "connector": (-1.0, 1.0)}
-        low, high = ranges.get(name, (1e-4, 1e-3))
-        gates[name] = rng.uniform(low, high, shape).astype("float32")
-    params = memory.init_params(rule, jax.random.key(0), num_heads=HEADS, key_dim=DIM, value_dim=DIM)
-    return jax.tree.map(jnp.asarray, (params, unit(normal()), unit(normal()), normal(), memory.Gates(**gates)))
-
-
-def compiled(loss, *args):
-    """(function that runs forward and backward once and waits for the result, temporary bytes)."""
-    import jax
-
-    run = jax.jit(jax.grad(loss, argnums=tuple(range(len(args))))).lower(*args).compile()
-    return (lambda: jax.block_until_ready(run(*args))), run.memory_analysis().temp_size_in_bytes
-
-
 def programs(which, length):
-    from atlasjax import memory
-
+    """name → (what runs forward and backward once, temporary bytes)."""
     table = rules() if which == "rule" else matrices()
+    of = {name: timing.inputs(rule, length, HEADS, DIM) for name, rule in table.items()}
     made = {}
     if which == "attention":
         from atlasjax.mixers.attention import attention
 
-        _, q, k, v, _ = inputs(next(iter(table.values())), length)
-        made["softmax attention"] = compiled(lambda q, k, v: (attention(q, k, v, rope_theta=None) ** 2).sum(), q, k, v)
-    for name, rule in table.items():
-        loss = lambda params, *args, rule=rule: (memory.scan(rule, params, None, *args)[0] ** 2).sum()
-        made[name] = compiled(loss, *inputs(rule, length))
-    return made
+        _, *tokens, _ = next(iter(of.values()))
+        loss = lambda q, k, v: (attention(q, k, v, rope_theta=None) ** 2).sum()
+        made["softmax attention"] = timing.compiled(loss, *tokens)
+    return made | {name: timing.compiled(timing.squares(rule), *of[name]) for name, rule in table.items()}
 
 
 def main():
@@ -90,25 +65,17 @@ def main():
     parser.add_argument("which", nargs="?", choices=("rule", "attention"), default="rule")
     parser.add_argument("--lengths", type=int, nargs="+")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--out", help="file to which JSON lines are appended")
+    parser.add_argument("--out", type=pathlib.Path, help="file to which JSON lines are appended")
     options = parser.parse_args()
     for length in options.lengths or ([4096] if options.which == "rule" else [8192, 16384]):
         made = programs(options.which, length)
-        seconds = dict.fromkeys(made, float("inf"))
-        for round_ in range(options.repeats + 1):
-            for name, (run, _) in made.items():
-                start = time.perf_counter()
-                run()
-                if round_:  # the first round warms up
-                    seconds[name] = min(seconds[name], time.perf_counter() - start)
+        seconds = timing.in_turn({name: run for name, (run, _) in made.items()}, options.repeats)
         first = next(iter(seconds.values()))
         print(f"{length:,} tokens: seconds, times the first row, temporary MiB")
         for name, value in seconds.items():
             print(f"  {name:28s} {value:8.3f} {value / first:7.2f} {made[name][1] / 2**20:9.1f}", flush=True)
-        if options.out:
-            row = {"which": options.which, "length": length, "seconds": seconds}
-            with open(options.out, "a") as file:
-                file.write(json.dumps(row | {"bytes": {name: size for name, (_, size) in made.items()}}) + "\n")
+        row = {"which": options.which, "length": length, "seconds": seconds}
+        timing.keep(options.out, row | {"bytes": {name: size for name, (_, size) in made.items()}})
 
 
 if __name__ == "__main__":

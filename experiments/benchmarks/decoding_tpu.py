@@ -10,11 +10,11 @@ nothing here is a speed. `docs/generate.py` makes the table.
 
 import argparse
 import json
+import operator
 import os
 import pathlib
-import subprocess
-import sys
 
+from experiments import timing
 from experiments.rows import append_row, read_rows
 
 ROWS = pathlib.Path(__file__).with_suffix(".jsonl")
@@ -24,6 +24,7 @@ MODELS = (
     "atlas-mag-340m", "titans-grm-340m", "deep-transformer-340m",
 )  # fmt: skip
 SAMPLED = 64
+KEY = ("model", "chip", "batch", "tokens")
 
 
 def measure(preset: str, chip: str, batch: int, tokens: int) -> dict:
@@ -50,13 +51,11 @@ def measure(preset: str, chip: str, batch: int, tokens: int) -> dict:
     options = {"config": SamplingConfig(), "length": SAMPLED, "vocab_size": None}
     with jax.sharding.use_abstract_mesh(jax.sharding.Mesh([device], "one").abstract_mesh):
         lowered = streams._decode.lower(graphdef, *arguments, **options)
-    memory = lowered.compile(topology.compiler.options()).memory_analysis()
+    compiled = lowered.compile(topology.compiler.options())
     size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
     return {
         "model": preset, "chip": chip, "batch": batch, "tokens": tokens, "param_bytes": size(params), "state_bytes": size(cache),
-        "temp_bytes": memory.temp_size_in_bytes,
-        "total_bytes": memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes
-        - memory.alias_size_in_bytes,
+        "temp_bytes": compiled.memory_analysis().temp_size_in_bytes, "total_bytes": timing.program_bytes(compiled),
         "available_bytes": int(topology.accelerator.memory_gib * 2**30),
     }  # fmt: skip
 
@@ -66,28 +65,11 @@ def in_child(row: tuple[str, str, int, int]) -> dict:
     from atlasjax.plan import cuda, libtpu
 
     variables = {**os.environ, **cuda.environment(), **libtpu.environment()}
-    preset, chip, batch, tokens = row
-    command = [
-        sys.executable,
-        "-m",
-        "experiments.benchmarks.decoding_tpu",
-        "--one",
-        preset,
-        chip,
-        str(batch),
-        str(tokens),
-    ]
-    done = subprocess.run(command, env=variables, capture_output=True, text=True)
+    done = timing.child("experiments.benchmarks.decoding_tpu", "--one", *row, env=variables)
     if done.returncode == 0:
-        return json.loads(done.stdout.splitlines()[-1])
+        return timing.last_line(done)
     reason = [line for line in done.stderr.splitlines() if "RESOURCE_EXHAUSTED" in line or "Error" in line]
-    return {
-        "model": preset,
-        "chip": chip,
-        "batch": batch,
-        "tokens": tokens,
-        "error": (reason or ["no message"])[-1][:300],
-    }
+    return {**dict(zip(KEY, row, strict=True)), "error": (reason or ["no message"])[-1][:300]}
 
 
 def main() -> None:
@@ -103,8 +85,7 @@ def main() -> None:
         preset, chip, batch, tokens = args.one
         print(json.dumps(measure(preset, chip, int(batch), int(tokens))))
         return
-    key = lambda row: (row["model"], row["chip"], row["batch"], row["tokens"])
-    done = set(map(key, read_rows(args.out)))
+    done = set(map(operator.itemgetter(*KEY), read_rows(args.out)))
     for model in args.models:
         wanted = (model, args.chip, args.batch, args.tokens)
         if wanted not in done:

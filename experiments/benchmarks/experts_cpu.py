@@ -7,7 +7,14 @@ table.
 """
 
 import argparse
+import pathlib
+import sys
 import time
+
+# When run as a script, Python searches only the folder of this file.
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
+
+from experiments import timing
 
 # (rows, width, output, experts): a tiny model's batch, a larger layer, one token of it, few wide experts
 SIZES = ((3072, 64, 64, 8), (4096, 256, 256, 64), (8, 256, 256, 64), (4096, 512, 1024, 16))
@@ -24,20 +31,12 @@ def seconds(rows: int, width: int, out: int, experts: int, repeats: int) -> list
     rng = np.random.default_rng(0)
     x, w = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((rows, width), (experts, width, out)))
     sizes = jnp.asarray(np.bincount(rng.integers(0, experts, rows), minlength=experts), jnp.int32)
-    runs = []
+    runs = {}
     for product in (in_tiles, jax.lax.ragged_dot):
-        both = jax.jit(
-            jax.value_and_grad(lambda x, w, product=product: jnp.sum(product(x, w, sizes) ** 2), argnums=(0, 1))
-        )
-        runs.append(lambda both=both: jax.block_until_ready(both(x, w)))
-        runs[-1]()
-    taken: list[list[float]] = [[], []]
-    for _ in range(repeats):
-        for run, times in zip(runs, taken, strict=True):
-            start = time.process_time()
-            run()
-            times.append(time.process_time() - start)
-    return [min(times) for times in taken]
+        loss = lambda x, w, product=product: jnp.sum(product(x, w, sizes) ** 2)
+        both = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
+        runs[product] = lambda both=both: jax.block_until_ready(both(x, w))
+    return list(timing.in_turn(runs, repeats, clock=time.process_time).values())
 
 
 def main() -> None:

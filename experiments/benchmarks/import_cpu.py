@@ -13,7 +13,6 @@ a row for each to `--out`; only ratios within one run are meaningful.
 
 import argparse
 import contextlib
-import json
 import multiprocessing
 import os
 import pathlib
@@ -22,6 +21,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+
+from experiments.rows import append_row
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 ROWS = pathlib.Path(__file__).with_suffix(".jsonl")
@@ -147,15 +148,13 @@ def main() -> None:
     print(
         "| loader | peak resident / size | peak without files / size | seconds | of a core |\n| --- | ---: | ---: | ---: | ---: |"
     )
-    with args.out.open("a") as rows:
-        for loader, numbers in found.items():
-            row = {"loader": loader, "layers": args.layers, "bytes": size, "repeats": args.repeats}
-            row |= {name: round(value, 2) for name, value in numbers.items()}
-            rows.write(json.dumps(row) + "\n")
-            print(
-                f"| {TOLD[loader]} | {numbers['resident'] / size:.2f} | {numbers['anonymous'] / size:.2f} | "
-                f"{numbers['seconds']:.1f} | {numbers['cpu_seconds']:.1f} |"
-            )
+    for loader, numbers in found.items():
+        row = {"loader": loader, "layers": args.layers, "bytes": size, "repeats": args.repeats}
+        append_row(args.out, row | {name: round(value, 2) for name, value in numbers.items()})
+        print(
+            f"| {TOLD[loader]} | {numbers['resident'] / size:.2f} | {numbers['anonymous'] / size:.2f} | "
+            f"{numbers['seconds']:.1f} | {numbers['cpu_seconds']:.1f} |"
+        )
 
 
 if __name__ == "__main__":

@@ -15,9 +15,9 @@ import os
 import pathlib
 import resource
 import subprocess
-import sys
 import time
 
+from experiments import timing
 from experiments.rows import append_row, read_rows
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -57,12 +57,6 @@ def training_step(preset: str, length: int):
     return step.lower(state, batch).compile(), make_state, batch
 
 
-def compiled_bytes(preset: str, length: int) -> int:
-    found = training_step(preset, length)[0].memory_analysis()
-    sizes = found.argument_size_in_bytes, found.temp_size_in_bytes, found.output_size_in_bytes
-    return sum(sizes) - found.alias_size_in_bytes
-
-
 def run(preset: str, length: int) -> dict:
     """Two steps on random tokens. Seconds of the second, and the loss, which must be finite."""
     import jax
@@ -83,14 +77,11 @@ def run(preset: str, length: int) -> dict:
 
 def in_child(*arguments: str, minutes: float | None = None) -> dict | int | str:
     """The output of this file for some arguments; the last line of its messages if it fails."""
-    command = [sys.executable, "-m", "experiments.benchmarks.longest_sequence", *arguments]
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=None if minutes is None else 60 * minutes
-        )
+        done = timing.child("experiments.benchmarks.longest_sequence", *arguments, minutes=minutes)
     except subprocess.TimeoutExpired:
         return f"not finished in {minutes:g} minutes"
-    return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else done.stderr.strip()[-300:]
+    return timing.last_line(done) if done.returncode == 0 else done.stderr.strip()[-300:]
 
 
 def search(preset: str, limit: int) -> dict:
@@ -118,7 +109,7 @@ def main() -> None:
     parser.add_argument("--run", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.bytes:
-        print(compiled_bytes(args.bytes[0], int(args.bytes[1])))
+        print(timing.program_bytes(training_step(args.bytes[0], int(args.bytes[1]))[0]))
     elif args.run:
         print(json.dumps(run(args.run[0], int(args.run[1]))))
     else:

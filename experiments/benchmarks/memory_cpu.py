@@ -12,54 +12,35 @@ meaningful; times depend on the machine. Each command prints a table and appends
 """
 
 import argparse
-import functools
-import json
 import math
 import os
+import pathlib
 import subprocess
 import sys
 import time
+
+# When run as a script, Python searches only the folder of this file.
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
+
+from experiments import timing
 
 HEADS, DIM, CHUNK = 4, 64, 64
 REST_SECONDS = 0.3  # between two runs: idle threads of PyTorch keep spinning for a while
 
 
-def inputs(length, dtype="float32", seed=0):
-    import numpy as np
-
-    rng = np.random.default_rng(seed)
-    normal = lambda: rng.standard_normal((1, length, HEADS, DIM)).astype(dtype)
-    unit = lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True)
-    gate = lambda low, high: rng.uniform(low, high, (1, length, HEADS)).astype(dtype)
-    return unit(normal()), unit(normal()), normal(), (gate(0.95, 1), gate(0.0, 0.01), gate(0.5, 0.95))
+def inputs(rule, length):
+    """The arguments of a rule."""
+    return timing.inputs(rule, length, HEADS, DIM, {"step_size": (0.0, 0.01), "momentum_decay": (0.5, 0.95)})
 
 
-def best_in_turn(runs, repeats):
-    """The least seconds of each function. They take turns, so that slow moments of a shared machine meet all of them."""
-    times = [[] for _ in runs]
-    for turn in range(repeats + 1):
-        for seconds, run in zip(times, runs, strict=True):
-            start = time.perf_counter()
-            run()
-            if turn:  # the first turn warms up
-                seconds.append(time.perf_counter() - start)
-            time.sleep(REST_SECONDS)
-    return [min(seconds) for seconds in times]
-
-
-def ours(length, chunk=CHUNK):
+def ours(length):
     """(jitted forward and backward with gradients of every input and parameter, its arguments)."""
     import jax
 
-    from atlasjax import memory, rules
+    from atlasjax import rules
 
-    rule = rules.titans(chunk).unbounded()  # like titans-pytorch
-    params = memory.init_params(rule, jax.random.key(0), num_heads=HEADS, key_dim=DIM, value_dim=DIM)
-    q, k, v, (alpha, eta, theta) = inputs(length)
-    gates = memory.Gates(retention=alpha, step_size=eta, momentum_decay=theta)
-    args = jax.tree.map(jax.numpy.asarray, (params, q, k, v, gates))
-    loss = lambda params, q, k, v, gates: (memory.scan(rule, params, None, q, k, v, gates)[0] ** 2).sum()
-    return jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3, 4))), args
+    rule = rules.titans(CHUNK).unbounded()  # like titans-pytorch
+    return jax.jit(jax.grad(timing.squares(rule), argnums=(0, 1, 2, 3, 4))), inputs(rule, length)
 
 
 def over_heads(args):
@@ -80,16 +61,9 @@ def theirs(length, chunk_size, batch_size):
 
     torch.manual_seed(0)
     model = NeuralMemory(
-        dim=HEADS * DIM,
-        dim_head=DIM,
-        heads=HEADS,
-        chunk_size=chunk_size,
-        batch_size=batch_size,
-        model=MemoryMLP(DIM, depth=2, expansion_factor=4.0),
-        momentum=True,
-        mem_model_norm_add_residual=False,
-        qkv_receives_diff_views=False,
-    )
+        dim=HEADS * DIM, dim_head=DIM, heads=HEADS, chunk_size=chunk_size, batch_size=batch_size, momentum=True,
+        model=MemoryMLP(DIM, depth=2, expansion_factor=4.0), mem_model_norm_add_residual=False, qkv_receives_diff_views=False,
+    )  # fmt: skip
     x = torch.randn(1, length, HEADS * DIM)
 
     def run():
@@ -132,7 +106,7 @@ def speed(args):
     else:
         torch.set_num_threads(os.cpu_count() or 1)
         runs |= {"titans_chunk64_s": theirs(length, 64, None), "titans_per_token_512_s": theirs(small, 1, 64)}
-    seconds = dict(zip(runs, best_in_turn(list(runs.values()), args.repeats), strict=True))
+    seconds = timing.in_turn(runs, args.repeats, rest=REST_SECONDS)
     rate = matmul_flops / seconds.pop("matmul") / 1e9
     # Two-layer memory of expansion 4: a product with one weight is 8 d² FLOP. Forward: 3 products for the gradients, 6 for
     # reads (M, S and the scores), 4 for the new M and S, and 4 of width `chunk`; twice as many backward; recomputation once.
@@ -178,21 +152,18 @@ def stream(args):
 
     piece, total = 8192, args.tokens
     rule = rules.omeganet(CHUNK, 4, features=features.Identity())
-    params = memory.init_params(rule, jax.random.key(0), num_heads=HEADS, key_dim=DIM, value_dim=DIM)
-    q, k, v, (alpha, eta, _) = jax.tree.map(jax.numpy.asarray, inputs(piece))
-    gates = memory.Gates(alpha, eta, window_weights=jax.numpy.ones((1, piece, HEADS, 4)) * 0.5)
-    run = jax.jit(lambda state, q, k, v, gates: memory.scan(rule, params, state, q, k, v, gates), donate_argnums=0)
+    params, *arrays = inputs(rule, piece)
+    run = jax.jit(lambda state, *arrays: memory.scan(rule, params, state, *arrays), donate_argnums=0)
     state = memory.init_state(rule, params, batch_size=1)
     rows = []
     for i in range(-(-total // piece)):
         start = time.perf_counter()
-        y, state = run(state, q, k, v, gates)
+        y, state = run(state, *arrays)
         jax.block_until_ready((y, state))
         rows.append((time.perf_counter() - start, resident_bytes()))
         if i % 16 == 0:
-            print(
-                f"  {(i + 1) * piece:>9,} tokens: {rows[-1][0] * 1e3:7.1f} ms a piece, {rows[-1][1] / 2**20:7.1f} MiB"
-            )
+            ms, mib = rows[-1][0] * 1e3, rows[-1][1] / 2**20
+            print(f"  {(i + 1) * piece:>9,} tokens: {ms:7.1f} ms a piece, {mib:7.1f} MiB")
     tenth = max(1, len(rows) // 10)
     median = lambda xs: sorted(xs)[len(xs) // 2]
     return {
@@ -239,7 +210,6 @@ def forms(args):
     from atlasjax.memory.fast_weights.kernels import pallas_scan
     from atlasjax.memory.tokens import Tokens
 
-    q, k, v, (alpha, eta, theta) = jax.tree.map(jnp.asarray, inputs(args.length))
     cases = {
         "titans_unbounded": rules.titans(CHUNK).unbounded(),
         "titans": rules.titans(CHUNK),
@@ -248,10 +218,7 @@ def forms(args):
     }
     result = {"length": args.length}
     for name, rule in cases.items():
-        params = memory.init_params(rule, jax.random.key(0), num_heads=HEADS, key_dim=DIM, value_dim=DIM)
-        gates = memory.Gates(
-            retention=alpha, step_size=eta, momentum_decay=theta if rule.optimizer.has_momentum else None
-        )
+        arguments = inputs(rule, args.length)
         scans = {
             "engine": lambda *a, rule=rule: memory.scan(rule, a[0], None, *a[1:], implementation="xla"),
             "kernels_form": lambda *a, rule=rule: pallas_scan("pallas_tpu", rule, a[0], None, Tokens(*a[1:])),
@@ -263,13 +230,12 @@ def forms(args):
                 mock.patch("pallas_kernels.chunk_memory.api.chunk_scan", by_xla),
                 mock.patch("pallas_kernels.delta_rule.api.chunk_scan", by_xla),
             ):
-                compiled[form] = run.lower(params, q, k, v, gates).compile()
-        first, second = (jax.tree.leaves(f(params, q, k, v, gates)) for f in compiled.values())
+                compiled[form] = run.lower(*arguments).compile()
+        first, second = (jax.tree.leaves(f(*arguments)) for f in compiled.values())
         for x, y in zip(first, second):
             assert jnp.abs(x - y).max() <= 1e-3 * jnp.abs(x).max()
-        runs = [functools.partial(f, params, q, k, v, gates) for f in compiled.values()]
-        seconds = best_in_turn([lambda run=run: jax.block_until_ready(run()) for run in runs], args.repeats)
-        times = dict(zip(compiled, seconds, strict=True))
+        wait = lambda run, arguments=arguments: lambda: jax.block_until_ready(run(*arguments))
+        times = timing.in_turn({form: wait(run) for form, run in compiled.items()}, args.repeats, rest=REST_SECONDS)
         result |= {f"{name}_{form}_s": seconds for form, seconds in times.items()}
         result[f"{name}_ratio"] = times["kernels_form"] / times["engine"]
     return result
@@ -303,14 +269,12 @@ def main():
         help="speed: CPU devices, among which the heads are divided; default: one for each core",
     )
     parser.add_argument("--tokens", type=int, default=1_000_000)
-    parser.add_argument("--out", default=None, help="append the result to this JSONL file")
+    parser.add_argument("--out", type=pathlib.Path, help="append the result to this JSONL file")
     args = parser.parse_args()
     result = {"benchmark": args.what, **commands[args.what](args)}
     for name, value in result.items():
         print(f"{name:36s} {value:,.4g}" if isinstance(value, float) else f"{name:36s} {value}")
-    if args.out:
-        with open(args.out, "a") as f:
-            f.write(json.dumps(result) + "\n")
+    timing.keep(args.out, result)
 
 
 if __name__ == "__main__":

@@ -10,9 +10,13 @@ appends one JSON line to `--out`.
 
 import argparse
 import functools
-import json
+import pathlib
 import sys
-import time
+
+# When run as a script, Python searches only the folder of this file.
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
+
+from experiments import timing
 
 # Rules with an exact block-parallel form. Their block length does not affect the result, so the token scan computes the same
 # function.
@@ -22,42 +26,13 @@ BLOCK_PARALLEL = (
 )  # fmt: skip
 
 
-def inputs(rule, length, heads, dim, seed=0):
-    """(params, q, k, v, gates) with unit keys and gates in the middle of their ranges."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-
-    from atlasjax import memory
-
-    rng = np.random.default_rng(seed)
-    normal = lambda: rng.standard_normal((1, length, heads, dim)).astype("float32")
-    unit = lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True)
-    ranges = {"retention": (0.98, 1.0), "momentum_decay": (0.5, 0.9), "removal_key": (-1.0, 1.0), "removal": (0.2, 0.8)}
-    gates = {}
-    for name, channels in rule.gate_channels(dim, dim).items():
-        shape = (1, length, heads) if channels is None else (1, length, heads, channels)
-        low, high = ranges.get(name, (0.2, 0.8))
-        if name == "step_size" and not getattr(rule, "is_linear", False):
-            low, high = 1e-4, 1e-3
-        gates[name] = rng.uniform(low, high, shape).astype("float32")
-        if name == "removal_key":
-            gates[name] = unit(gates[name])
-    params = memory.init_params(rule, jax.random.key(seed), num_heads=heads, key_dim=dim, value_dim=dim)
-    return jax.tree.map(jnp.asarray, (params, unit(normal()), unit(normal()), normal(), memory.Gates(**gates)))
+def inputs(rule, length, heads, dim):
+    return timing.inputs(rule, length, heads, dim, {} if getattr(rule, "is_linear", False) else timing.SMALL_STEPS)
 
 
 def alternate(runs, repeats):
     """The best time of each function; the functions are timed in turn."""
-    for run in runs:
-        run()
-    times = [[] for _ in runs]
-    for _ in range(repeats):
-        for run, seconds in zip(runs, times):
-            start = time.perf_counter()
-            run()
-            seconds.append(time.perf_counter() - start)
-    return [min(seconds) for seconds in times]
+    return list(timing.in_turn(dict(enumerate(runs)), repeats).values())
 
 
 def blocks(options):
@@ -79,9 +54,6 @@ def blocks(options):
             rule = rules.polysketch(features=TensorSketch(2, options.dim))
         args = inputs(rule, options.length, options.heads, options.dim)
 
-        def by_block(params, *args, rule=rule):
-            return jnp.sum(memory.scan(rule, params, None, *args)[0] ** 2)
-
         def token(params, rule, state, x):
             y, state = memory.step(rule, params, state, *x)
             return state, y
@@ -94,7 +66,7 @@ def blocks(options):
         def by_definition(params, *args, rule=rule):
             return jnp.sum(memory.reference(rule, params, None, *args)[0] ** 2)
 
-        forms = [by_block, by_token, by_definition]
+        forms = [timing.squares(rule), by_token, by_definition]
         if rule.optimizer.is_implicit:
             forms.pop()  # its definition solves a system for every token and channel, which takes hours
         functions = [jax.jit(jax.value_and_grad(f, argnums=(0, 1, 2, 3, 4))) for f in forms]
@@ -140,14 +112,12 @@ def year():
 def speed(options):
     """Forward and backward with gradients of every input, each rule in turn with `gated_delta_rule`."""
     import jax
-    import jax.numpy as jnp
 
-    from atlasjax import memory, rules
+    from atlasjax import rules
 
     def run_of(rule, rows=1):
         args = inputs(rule, rows * options.length, options.heads, options.dim)
-        loss = lambda params, *args: jnp.sum(memory.scan(rule, params, None, *args)[0] ** 2)
-        function = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3, 4)))
+        function = jax.jit(jax.value_and_grad(timing.squares(rule), argnums=(0, 1, 2, 3, 4)))
         return lambda: jax.block_until_ready(function(*args))
 
     found, base, rows = year(), run_of(rules.gated_delta_rule()), []
@@ -209,15 +179,10 @@ def main():
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=300, help="decoded per measurement")
-    parser.add_argument("--out", default=None, help="append the result as a JSON line to this file")
+    parser.add_argument("--out", type=pathlib.Path, help="append the result as a JSON line to this file")
     options = parser.parse_args()
-    result = {
-        "command": options.command,
-        **{"blocks": blocks, "speed": speed, "decode": decode}[options.command](options),
-    }
-    if options.out:
-        with open(options.out, "a") as file:
-            file.write(json.dumps({"python": sys.version.split()[0], **result}) + "\n")
+    result = {"blocks": blocks, "speed": speed, "decode": decode}[options.command](options)
+    timing.keep(options.out, {"python": sys.version.split()[0], "command": options.command, **result})
 
 
 if __name__ == "__main__":

@@ -9,9 +9,14 @@ because only ratios within one run are meaningful. Prints a table and, with `--o
 """
 
 import argparse
-import json
 import os
-import time
+import pathlib
+import sys
+
+# When run as a script, Python searches only the folder of this file.
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
+
+from experiments import timing
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 HEADS, DIM = 4, 64
@@ -35,75 +40,39 @@ def rules():
     }
 
 
-def inputs(rule, length):
-    import jax.numpy as jnp
-    import numpy as np
-
-    from atlasjax.memory import Gates
-
-    rng = np.random.default_rng(0)
-    normal = lambda: rng.standard_normal((1, length, HEADS, DIM)).astype("float32")
-    unit = lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True)
-    ranges = {
-        "retention": (0.95, 1.0),
-        "step_size": (0.0, 0.1),
-        "momentum_decay": (0.5, 0.9),
-        "window_weights": (0.0, 1.0),
-    }
-    gates = {}
-    for name, channels in rule.gate_channels(DIM).items():
-        shape = (1, length, HEADS) if channels is None else (1, length, HEADS, channels)
-        gates[name] = jnp.asarray(rng.uniform(*ranges[name], shape), jnp.float32)
-    return jnp.asarray(unit(normal())), jnp.asarray(unit(normal())), jnp.asarray(normal()), Gates(**gates)
-
-
-def compiled(length):
-    """name → function that runs forward and backward once and waits for the result."""
+def programs(length):
+    """name → what runs forward and backward once."""
     import jax
 
-    from atlasjax import memory
     from atlasjax.mixers.attention import attention
 
-    def runner(loss, *args):
-        run = jax.jit(jax.grad(loss, argnums=tuple(range(len(args))))).lower(*args).compile()
-        return lambda: jax.block_until_ready(run(*args))
-
-    names = rules()
-    q, k, v, _ = inputs(next(iter(names.values())), length)
+    of = {
+        name: (rule, timing.inputs(rule, length, HEADS, DIM, {"step_size": (0.0, 0.1)}))
+        for name, rule in rules().items()
+    }
+    _, *tokens, _ = next(iter(of.values()))[1]
     own = lambda q, k, v: (attention(q, k, v, rope_theta=None) ** 2).sum()
     of_jax = lambda q, k, v: (jax.nn.dot_product_attention(q, k, v, is_causal=True) ** 2).sum()
-    runs = {"softmax attention": runner(own, q, k, v), "softmax attention, of jax.nn": runner(of_jax, q, k, v)}
-    for name, rule in names.items():
-        params = memory.init_params(rule, jax.random.key(0), num_heads=HEADS, key_dim=DIM, value_dim=DIM)
-        loss = lambda params, q, k, v, gates, rule=rule: (memory.scan(rule, params, None, q, k, v, gates)[0] ** 2).sum()
-        runs[name] = runner(loss, params, *inputs(rule, length))
-    return runs
+    made = {"softmax attention": (own, tokens), "softmax attention, of jax.nn": (of_jax, tokens)}
+    made |= {name: (timing.squares(rule), arrays) for name, (rule, arrays) in of.items()}
+    return {name: timing.compiled(loss, *arrays)[0] for name, (loss, arrays) in made.items()}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048])
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--out", help="file to which one JSON line is appended")
+    parser.add_argument("--out", type=pathlib.Path, help="file to which one JSON line is appended")
     args = parser.parse_args()
     result = {}
     for length in args.lengths:
-        runs = compiled(length)
-        seconds = {name: float("inf") for name in runs}
-        for round_ in range(args.repeats + 1):
-            for name, run in runs.items():
-                start = time.perf_counter()
-                run()
-                if round_:  # the first round warms up
-                    seconds[name] = min(seconds[name], time.perf_counter() - start)
+        seconds = timing.in_turn(programs(length), args.repeats)
         base = seconds["softmax attention"]
         print(f"{length} tokens: forward and backward, seconds, and times softmax attention")
         for name, value in seconds.items():
             print(f"  {name:45s} {value:8.4f} {value / base:7.2f}")
         result[length] = seconds
-    if args.out:
-        with open(args.out, "a") as file:
-            file.write(json.dumps(result) + "\n")
+    timing.keep(args.out, result)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import pathlib
 import time
 from typing import Any
 
+from experiments import timing
 from experiments.rows import append_row
 
 HERE = pathlib.Path(__file__).parent
@@ -99,15 +100,8 @@ def throughput(options: argparse.Namespace) -> None:
         temporary = compiled.memory_analysis().temp_size_in_bytes
         print(f"{name or 'transformer++'}: compiled in {time.perf_counter() - start:.0f} s", flush=True)
         steps[name or "transformer++"] = (compiled, params, temporary)
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(options.repeats + 1):
-        for name, (compiled, params, _) in steps.items():
-            start = time.perf_counter()
-            jax.block_until_ready(compiled(params, tokens))
-            if turn:  # the first turn is a warm-up
-                times[name].append(time.perf_counter() - start)
-    rows = []
-    best = {name: min(seconds) for name, seconds in times.items()}
+    run = lambda compiled, params, _: lambda: jax.block_until_ready(compiled(params, tokens))
+    best, rows = timing.in_turn({name: run(*step) for name, step in steps.items()}, options.repeats), []
     print("| memory | tokens a second | normalized | temporary bytes |\n| --- | ---: | ---: | ---: |")
     for name, seconds in best.items():
         row = {

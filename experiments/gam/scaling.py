@@ -21,14 +21,12 @@ which every block runs once in turn. A block of more than `--most-bytes` is comp
 
 import argparse
 import dataclasses
-import math
 import pathlib
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
-from experiments import pages
+from experiments import pages, timing
 from experiments.rows import append_row, read_rows
 
 HERE = pathlib.Path(__file__).parent
@@ -123,13 +121,8 @@ def measure(length: int, settings: Settings, repeats: int, most_bytes: float) ->
         blocks[name] = {"bytes": total, "temporary_bytes": temporary, "seconds": None}
         if not settings.bytes_only and total <= most_bytes:
             runs[name] = runner(program, shapes)
-    for round_ in range(repeats + 1):
-        for name, run in runs.items():
-            started = time.perf_counter()
-            run()
-            seconds = time.perf_counter() - started
-            if round_:  # the first round warms up
-                blocks[name]["seconds"] = min(seconds, blocks[name]["seconds"] or math.inf)
+    for name, seconds in timing.in_turn(runs, repeats).items():
+        blocks[name]["seconds"] = seconds
     return {"length": length, "settings": dataclasses.asdict(settings), "blocks": blocks}
 
 
