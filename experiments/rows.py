@@ -65,6 +65,17 @@ def append_row(path: pathlib.Path, row: Row) -> None:
     append_rows(path, [row])
 
 
+def add_missing(
+    path: pathlib.Path, key_of: Callable[[Row], Any], wanted: Iterable[K], measure: Callable[[K], Row | None]
+) -> None:
+    """Measures each key of which the file has no row, appends its row and prints it. A key without a row is left out."""
+    done = [key_of(row) for row in read_rows(path)]
+    for key in wanted:
+        if key not in done and (row := measure(key)) is not None:
+            append_row(path, row)
+            print(row, flush=True)
+
+
 def rows_of_recipe(path: pathlib.Path, recipe: Any, key: Callable[[Row], K]) -> dict[K, Row]:
     """The newest row of each key, all of one recipe, a dataclass that the rows have as "recipe".
 

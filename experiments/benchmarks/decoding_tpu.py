@@ -15,7 +15,7 @@ import os
 import pathlib
 
 from experiments import timing
-from experiments.rows import append_row, read_rows
+from experiments.rows import add_missing
 
 ROWS = pathlib.Path(__file__).with_suffix(".jsonl")
 MODELS = (
@@ -85,13 +85,8 @@ def main() -> None:
         preset, chip, batch, tokens = args.one
         print(json.dumps(measure(preset, chip, int(batch), int(tokens))))
         return
-    done = set(map(operator.itemgetter(*KEY), read_rows(args.out)))
-    for model in args.models:
-        wanted = (model, args.chip, args.batch, args.tokens)
-        if wanted not in done:
-            row = in_child(wanted)
-            append_row(args.out, row)
-            print(row, flush=True)
+    wanted = [(model, args.chip, args.batch, args.tokens) for model in args.models]
+    add_missing(args.out, operator.itemgetter(*KEY), wanted, in_child)
 
 
 if __name__ == "__main__":

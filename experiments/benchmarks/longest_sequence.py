@@ -11,6 +11,7 @@ process's peak resident memory is recorded. `--compiled-only` leaves that out. `
 import argparse
 import dataclasses
 import json
+import operator
 import os
 import pathlib
 import resource
@@ -18,7 +19,7 @@ import subprocess
 import time
 
 from experiments import timing
-from experiments.rows import append_row, read_rows
+from experiments.rows import add_missing
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 ROWS = pathlib.Path(__file__).with_suffix(".jsonl")
@@ -113,14 +114,16 @@ def main() -> None:
     elif args.run:
         print(json.dumps(run(args.run[0], int(args.run[1]))))
     else:
-        done = {row["preset"] for row in read_rows(args.out)}
-        for preset in (name for name in args.presets if name not in done):
-            row = {"preset": preset, "limit_bytes": int(args.gib * 2**30), **search(preset, int(args.gib * 2**30))}
+        limit = int(args.gib * 2**30)
+
+        def row_of(preset: str) -> dict:
+            row = {"preset": preset, "limit_bytes": limit, **search(preset, limit)}
             if "tokens" in row and not args.compiled_only:
                 ran = in_child("--run", preset, str(row["tokens"]), minutes=args.minutes)
                 row |= ran if isinstance(ran, dict) else {"error": str(ran)}
-            append_row(args.out, row)
-            print(row, flush=True)
+            return row
+
+        add_missing(args.out, operator.itemgetter("preset"), args.presets, row_of)
 
 
 if __name__ == "__main__":

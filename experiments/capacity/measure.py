@@ -10,6 +10,7 @@ import numpy as np
 
 from atlasjax import memory
 from experiments.capacity.memories import VALUE_DIM, Shape, connector, gates_of
+from experiments.rows import at_least_one
 
 # Name → (dimensions in which keys lie, cosine between two of a topic on average, pairs of a topic; None: all pairs are of one).
 KEYS = {
@@ -31,14 +32,12 @@ class Recipe:
       tuning_seeds: seeds on which gates and shapes are chosen, never reported.
     """
 
-    pairs: tuple[int, ...] = (2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192)
+    pairs: list[int] = dataclasses.field(default_factory=lambda: [2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192])
     seeds: int = 10
     tuning_seeds: int = 6
 
     def __post_init__(self) -> None:
-        for name in ("seeds", "tuning_seeds"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"Recipe: {name} must be at least 1, got {getattr(self, name)}.")
+        at_least_one(self, "Recipe", ("seeds", "tuning_seeds"))
         if not self.pairs or self.pairs[0] < 2 or any(a >= b for a, b in zip(self.pairs, self.pairs[1:])):
             raise ValueError(f"Recipe: pairs must be rising numbers of at least 2, got {self.pairs}.")
 

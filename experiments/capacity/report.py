@@ -15,12 +15,8 @@ TITLES = {"independent": "independent keys", "narrow": "keys in 16 dimensions", 
           "topics": "topics of 24 pairs"}  # fmt: skip
 PLOTTED = ("linear", "linear, c=4", "linear, c=16, buffers free", "linear, Muon, buffers free", "powers 2", "polynomial 2",
            "polynomial 3", "deep 2", "deep 3", "deep 2, Muon 5, c=4, buffers free")  # fmt: skip
-CACHED = (
-    "deep 2",
-    *(f"deep 2, {name}" for name in ("Residual", "Log-Linear", "SSC", "Soup", "GRM")),
-    "linear",
-    "linear, GRM",
-)
+_CACHES = ("Residual", "Log-Linear", "SSC", "Soup", "GRM")
+CACHED = ("deep 2", *(f"deep 2, {name}" for name in _CACHES), "linear", "linear, GRM")
 
 
 def capacity(fractions: np.ndarray, pairs: Sequence[int]) -> np.ndarray:
@@ -84,19 +80,14 @@ def table(rows: list[Row]) -> str:
     ]
     for (budget, passes, keys), group in _groups(rows).items():
         size = f"at most {budget:,} floats" if budget else "keys of 16 numbers, memory of any size"
-        lines += [
-            f"## {TITLES[keys].capitalize()}, {size}, {passes} pass{'es' if passes > 1 else ''}\n",
-            "| memory | floats of state | of weights | pairs recalled | pairs stored | recalled of 64 |",
-            "| --- | ---: | ---: | ---: | ---: | ---: |",
-        ]
+        at, cells = recipe["pairs"].index(64) if 64 in recipe["pairs"] else len(recipe["pairs"]) - 1, []
         for row in group:
-            at = recipe["pairs"].index(64) if 64 in recipe["pairs"] else len(recipe["pairs"]) - 1
-            mean = np.mean([seed[at] for seed in row["recalled"]])
-            lines.append(
-                f"| {row['memory']} | {row['floats']:,} | {row['weights']:,} | {_cell(row, 'recalled')} | "
-                f"{_cell(row, 'stored')} | {mean:.2f} |"
-            )
-        lines.append("")
+            mean = f"{np.mean([seed[at] for seed in row['recalled']]):.2f}"
+            recalled, stored = _cell(row, "recalled"), _cell(row, "stored")
+            cells.append((row["memory"], f"{row['floats']:,}", f"{row['weights']:,}", recalled, stored, mean))
+        columns = ("memory", "floats of state", "of weights", "pairs recalled", "pairs stored", "recalled of 64")
+        title = f"## {TITLES[keys].capitalize()}, {size}, {passes} pass{'es' if passes > 1 else ''}\n"
+        lines += [title, *pages.table(columns, cells), ""]
     return "\n".join(lines)
 
 

@@ -11,6 +11,7 @@ keys, budget, number of passes and memory. Finished rows are skipped, so the sam
 
 import dataclasses
 import itertools
+import operator
 import pathlib
 import time
 
@@ -27,10 +28,7 @@ HERE = pathlib.Path(__file__).parent
 BUDGETS = (1024, 0, 256)
 PASSES = (1, 30)
 Key = tuple[str, int, int, str]
-
-
-def key_of(row: Row) -> Key:
-    return row["keys"], row["budget"], row["passes"], row["memory"]
+key_of = operator.itemgetter("keys", "budget", "passes", "memory")
 
 
 def measure(keys: str, budget: int, passes: int, name: str, recipe: Recipe) -> Row:
@@ -56,7 +54,7 @@ def measure(keys: str, budget: int, passes: int, name: str, recipe: Recipe) -> R
     row["weights"] = max(floats(shape, free=True) for shape in tried)
     row["tried"] = len(labels)
     row["seconds"] = round(time.perf_counter() - started, 1)
-    return {**row, "recipe": {**dataclasses.asdict(recipe), "pairs": list(recipe.pairs)}}
+    return {**row, "recipe": dataclasses.asdict(recipe)}
 
 
 def _order(key: Key) -> tuple[bool, bool]:
@@ -73,10 +71,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--passes", nargs="+", type=int, default=list(PASSES))
     parser.add_argument("--seeds", type=int, default=Recipe.seeds, help="reported seeds, counted from 0")
     parser.add_argument("--tuning-seeds", type=int, default=Recipe.tuning_seeds)
-    parser.add_argument("--pairs", nargs="+", type=int, default=list(Recipe.pairs), help="numbers of pairs")
+    parser.add_argument("--pairs", nargs="+", type=int, default=Recipe().pairs, help="numbers of pairs")
     options = parser.parse_args(argv)
     try:
-        recipe = Recipe(tuple(options.pairs), options.seeds, options.tuning_seeds)
+        recipe = command.recipe_of(Recipe, options)
         for name in options.memories:
             lookup("memory", name, MEMORIES)
         for name in options.keys:
@@ -98,7 +96,7 @@ def main(argv: list[str] | None = None) -> None:
     except ValueError as error:
         parser.error(str(error))
     path = options.out / "capacity.jsonl"
-    rows = rows_of_recipe(path, _listed(recipe), key_of)
+    rows = rows_of_recipe(path, recipe, key_of)
     for key in [] if options.report else wanted:
         if key in rows:
             continue
@@ -109,19 +107,6 @@ def main(argv: list[str] | None = None) -> None:
         print(f"{key}: {mean:.2f} of {recipe.pairs[at]} pairs recalled, {row['seconds']:.0f} s", flush=True)
     if rows:
         print(write(list(rows.values()), options.out))
-
-
-def _listed(recipe: Recipe) -> "_Listed":
-    return _Listed(list(recipe.pairs), recipe.seeds, recipe.tuning_seeds)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Listed:
-    """A recipe as JSON reads it back, where tuples are lists."""
-
-    pairs: list[int]
-    seeds: int
-    tuning_seeds: int
 
 
 if __name__ == "__main__":

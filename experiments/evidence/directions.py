@@ -2,16 +2,9 @@
 
 from experiments.efficiency.measure import REFERENCE
 from experiments.evidence import lines, year
-from experiments.evidence.direction import Direction
 from experiments.evidence.functions import function_order
-from experiments.evidence.sources import (
-    language,
-    mad,
-    state_sizes,
-    studies,
-    trained,
-    zoo,
-)
+from experiments.evidence.lines import Direction
+from experiments.evidence.sources import language, mad, state_sizes, studies, trained, zoo
 from experiments.evidence.speed import efficiency, gam_scaling, not_run
 from experiments.stability.pairs import BASELINE, PAIRS
 
@@ -28,10 +21,7 @@ EXPERIMENTS = {
     "language": ("python -m experiments.language.run", "../language/results/books.png"),
     "efficiency": ("python -m experiments.efficiency.run", "../efficiency/results/cpu-tiny.png"),
     "ablation": ("python -m experiments.ablation.run", "../ablation/results/ablation.png"),
-    "function_learning": (
-        "python experiments/function_learning/run.py",
-        "../function_learning/loss_d256.png",
-    ),
+    "function_learning": ("python experiments/function_learning/run.py", "../function_learning/loss_d256.png"),
 }
 
 

@@ -20,17 +20,13 @@ import numpy as np
 from experiments import command
 from experiments.capacity.measure import draw, recalled_and_stored
 from experiments.capacity.memories import MEMORIES, Shape, shapes
+from experiments.capacity.run import key_of
 from experiments.evidence.conditions import rows_wanted
 from experiments.rows import Row, append_row, read_rows
 
 HERE = pathlib.Path(__file__).parent
 CAPACITY = HERE.parent / "capacity" / "results" / "capacity.jsonl"
 SEEDS = tuple(range(10, 20))
-Key = tuple[str, int, int, str]
-
-
-def key_of(row: Row) -> Key:
-    return row["keys"], row["budget"], row["passes"], row["memory"]
 
 
 @jax.jit(static_argnums=0)

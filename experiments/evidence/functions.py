@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments.evidence.sources import Line, paired, rows
+from experiments.evidence.sources import Line, rows
+from experiments.intervals import paired
 
 MAPPINGS = {
     "low_rank": "1, low rank", "mlp": "2, MLP", "attention_mlp": "3, attention then MLP",
@@ -32,12 +33,15 @@ def function_order(pairs: Iterable[tuple[str, str]], dim: int = 256) -> list[Lin
             if width != dim or setting != easier:
                 continue
             a, b = (table.get((width, hidden, expansion, optimizer, name), {}) for name in (easier, harder))
-            comparison = paired(b, a)
-            if comparison is not None:
-                memory = f"{hidden} hidden layers, {expansion}x, {optimizer}, d = {width}"
-                told = f"{MAPPINGS[easier]}, against {MAPPINGS[harder]}: {memory}"
-                found.append(Line(told, comparison, "halvings of the loss", 4096, "function_learning"))
+            memory = f"{hidden} hidden layers, {expansion}x, {optimizer}, d = {width}"
+            found += _line(f"{MAPPINGS[easier]}, against {MAPPINGS[harder]}: {memory}", b, a)
     return found
+
+
+def _line(told: str, above: dict[int, float], below: dict[int, float]) -> list[Line]:
+    """The line of two learners by seed, of which the second should have the lower loss; none without seeds of both."""
+    comparison = paired(above, below)
+    return [] if comparison is None else [Line(told, comparison, "halvings of the loss", 4096, "function_learning")]
 
 
 def function_muon() -> list[Line]:
@@ -48,8 +52,6 @@ def function_muon() -> list[Line]:
             continue
         others = {o: table.get((dim, hidden, expansion, o, setting), {}) for o in ("sgd", "rmsprop", "adam")}
         best_name = min((o for o in others if others[o]), key=lambda o: float(np.mean(list(others[o].values()))))
-        comparison = paired(others[best_name], table[dim, hidden, expansion, "muon", setting])
-        if comparison is not None:
-            told = f"Muon against {best_name}: mapping {MAPPINGS[setting]}; {hidden} hidden layers, {expansion}x, d = {dim}"
-            found.append(Line(told, comparison, "halvings of the loss", 4096, "function_learning"))
+        told = f"Muon against {best_name}: mapping {MAPPINGS[setting]}; {hidden} hidden layers, {expansion}x, d = {dim}"
+        found += _line(told, others[best_name], table[dim, hidden, expansion, "muon", setting])
     return found

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from experiments import pages
 from experiments.capacity.report import TITLES, area
 from experiments.evidence import conditions, sources
 from experiments.evidence.conditions import CONDITIONS, Branch
@@ -83,11 +84,11 @@ def fresh() -> str:
         found = counts(number)
         whole += found
         own = Counter(conditions.outcome(b, line) for b, line, _ in tested(number) if b is not None)
-        cells = (found.total(), *(found[name] for name in OUTCOMES), own["right"])
         left = len(list(conditions.claimed(number))) - len(tested(number))
         silent = sum(branch is None for branch, _, _ in tested(number))
-        text.append(f"| [{number}](#{number}) | " + " | ".join(map(str, (*cells, silent, left))) + " |")
-    text.append(f"| all | {whole.total()} | " + " | ".join(str(whole[name]) for name in OUTCOMES) + " | | | |")
+        outcomes = (found[name] for name in OUTCOMES)
+        text.append(pages.line((f"[{number}](#{number})", found.total(), *outcomes, own["right"], silent, left)))
+    text.append(f"{pages.line(('all', whole.total(), *(whole[name] for name in OUTCOMES)))} | | |")
     return "\n".join(text) + "\n" + _missed()
 
 
@@ -152,14 +153,11 @@ def fit(number: int) -> Model:
 def model() -> str:
     """The models of all directions with a condition: a column each."""
     models = {number: fit(number) for number in CONDITIONS if len(tested(number)) > len(FACTORS)}
-    text = ["| factor | " + " | ".join(f"[{n}](#{n})" for n in models) + " |", "| --- |" + " ---: |" * len(models)]
-    for name in FACTORS:
-        cells = [_coefficient(m.effects.get(name)) for m in models.values()]
-        if any(cells):
-            text.append(f"| {name} | " + " | ".join(cells) + " |")
+    lines = [(name, *(_coefficient(m.effects.get(name)) for m in models.values())) for name in FACTORS]
+    lines = [line for line in lines if any(line[1:])]
     for told, part in (("variance explained, seeds 0–9", "own"), ("of seeds 10–19", "fresh")):
-        text.append(f"| {told} | " + " | ".join(f"{getattr(m, part):.2f}" for m in models.values()) + " |")
-    return "\n".join(text) + "\n"
+        lines.append((told, *(f"{getattr(m, part):.2f}" for m in models.values())))
+    return "\n".join(pages.table(("factor", *(f"[{n}](#{n})" for n in models)), lines)) + "\n"
 
 
 def _coefficient(values: np.ndarray | None) -> str:
@@ -172,16 +170,8 @@ def _coefficient(values: np.ndarray | None) -> str:
 # Which memory for which data.
 
 COUNTED = (
-    "linear",
-    "linear, c=4",
-    "linear, c=16",
-    "linear, momentum",
-    "powers 2",
-    "polynomial 2",
-    "deep 2",
-    "gated",
-    "mesa",
-)
+    "linear", "linear, c=4", "linear, c=16", "linear, momentum", "powers 2", "polynomial 2", "deep 2", "gated", "mesa",
+)  # fmt: skip
 FREE = ("linear, c=4, buffers free", "linear, c=16, buffers free", "linear, momentum, buffers free",
         "linear, Muon, buffers free", "deep 2, Muon 5, buffers free", "deep 2, c=16, buffers free",
         "mesa, sums of keys free")  # fmt: skip
@@ -190,19 +180,17 @@ AT = 64  # pairs
 
 def choices(budget: int = 1024) -> str:
     """For each kind of keys the memory that is best on seeds 0 to 9, and its numbers on fresh seeds, where it has them."""
-    text = [
-        f"| keys | pairs are read | delta rule: of {AT} pairs | best, all state counted | best, buffers free |",
-        "| --- | --- | ---: | --- | --- |",
-    ]
+    columns = ("keys", "pairs are read", f"delta rule: of {AT} pairs", "best, all state counted", "best, buffers free")
+    lines = []
     own, fresh = (_by_setting(path, budget) for path in (sources.CAPACITY, sources.FRESH))
     for passes in (1, 30):
         for keys, title in TITLES.items():
             there, then = own.get((keys, passes), {}), fresh.get((keys, passes), {})
             if "linear" in then:
                 best = (_best(names, there, then) for names in (COUNTED, FREE))
-                cells = (title, "once" if passes == 1 else f"{passes} times", f"{_recalled(then['linear']):.0%}", *best)
-                text.append("| " + " | ".join(cells) + " |")
-    return "\n".join(text) + "\n"
+                times = "once" if passes == 1 else f"{passes} times"
+                lines.append((title, times, f"{_recalled(then['linear']):.0%}", *best))
+    return "\n".join(pages.table(columns, lines, left=(0, 1, 3, 4))) + "\n"
 
 
 def _by_setting(path: str, budget: int) -> dict[tuple[str, int], dict[str, Row]]:

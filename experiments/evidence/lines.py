@@ -1,7 +1,7 @@
-"""The comparisons of the directions that take more than one source. A positive difference is what the paper says."""
+"""Directions, and the comparisons of those that take more than one source. A positive difference is what the paper says."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from experiments.efficiency.measure import REFERENCE
 from experiments.evidence.functions import function_muon
@@ -26,6 +26,27 @@ _WINDOWS = (2, 4, 8, 16)
 NOT_CLAIMED = "not claimed"
 # Models without a claim: attention in the layer of a memory, and Titans as a hybrid, where A Table 6 has Atlas alone.
 _WITHOUT_A_CLAIM = {BASELINE, "titans-mag"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Direction:
+    """A claim of a paper.
+
+    Attributes:
+      name: the claim.
+      paper: where it is.
+      lines: its comparisons, from the rows that exist.
+      experiments: keys of `directions.EXPERIMENTS` that have, or would have, its rows.
+      note: what a reader must know.
+      depends: one sentence on what the verdict depends, read from the decided lines; "" if they agree.
+    """
+
+    name: str
+    paper: str
+    lines: Callable[[], list[Line]]
+    experiments: tuple[str, ...]
+    note: Callable[[], str] = lambda: ""
+    depends: str = ""
 
 
 def omega() -> list[Line]:

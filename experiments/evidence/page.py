@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 
+from experiments import pages
 from experiments.evidence import held
 from experiments.evidence.counting import NO_BETTER
 from experiments.evidence.directions import DIRECTIONS, EXPERIMENTS, Direction
@@ -49,16 +50,8 @@ def summary() -> str:
         told = ", ".join(str(counts[name]) for name in ("reproduced", "refuted here", "undecided")) if lines else ""
         seeds = sorted({line.comparison.seeds for line in lines})
         spread = "" if not seeds else str(seeds[0]) if len(seeds) == 1 else f"{seeds[0]}–{seeds[-1]}"
-        cells = (
-            _link(number),
-            direction.name,
-            direction.paper,
-            f"**{verdict(lines)}**",
-            told,
-            spread,
-            held.score(number),
-        )
-        text.append(f"| {' | '.join(cells)} |")
+        name, paper, said = direction.name, direction.paper, f"**{verdict(lines)}**"
+        text.append(pages.line((_link(number), name, paper, said, told, spread, held.score(number))))
     return "\n".join(text) + "\n"
 
 
@@ -97,12 +90,8 @@ def _section(number: int, direction: Direction) -> str:
         text[-1] += f" {note}." if not note.endswith(".") else f" {note}"
     text.append("")
     if lines:
-        text += [
-            "| comparison | effect | 95%, bootstrap | 95%, t | seeds | tokens per run | verdict |",
-            "| --- | ---: | ---: | ---: | ---: | ---: | --- |",
-            *(_row(line) for line in lines),
-            "",
-        ]
+        columns = ("comparison", "effect", "95%, bootstrap", "95%, t", "seeds", "tokens per run", "verdict")
+        text += [*pages.table(columns, map(_cells, lines), left=(0, -1)), ""]
         for part in filter(None, (_counted(lines), _power(lines))):
             text += [part, ""]
     plots = (f"[{name.replace('_', ' ')}]({EXPERIMENTS[name][1]})" for name in direction.experiments)
@@ -110,19 +99,10 @@ def _section(number: int, direction: Direction) -> str:
     return "\n".join(text)
 
 
-def _row(line: Line) -> str:
+def _cells(line: Line) -> tuple[object, ...]:
     found = line.comparison
-    alone = found.seeds < 2
-    cells = (
-        line.setting,
-        f"{found.effect:+.3f} {line.unit}",
-        "" if alone else _interval(found.bootstrap),
-        "" if alone else _interval(found.student),
-        found.seeds,
-        f"{line.tokens:,}",
-        line.verdict,
-    )
-    return "| " + " | ".join(map(str, cells)) + " |"
+    intervals = [_interval(x) for x in (found.bootstrap, found.student)] if found.seeds > 1 else ["", ""]
+    return line.setting, f"{found.effect:+.3f} {line.unit}", *intervals, found.seeds, f"{line.tokens:,}", line.verdict
 
 
 def _interval(interval: Interval) -> str:

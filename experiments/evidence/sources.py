@@ -7,15 +7,15 @@ import dataclasses
 import functools
 import itertools
 import math
+import operator
 import pathlib
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
 from experiments.capacity.report import TITLES, area
 from experiments.evidence import counting
-from experiments.intervals import Comparison, clearly_above, compare
+from experiments.intervals import Comparison, clearly_above, paired
 from experiments.language import compare as of_language
 from experiments.mad.report import orders
 from experiments.mad.tasks import TASKS
@@ -23,7 +23,7 @@ from experiments.mqar.report import best, chance
 from experiments.needles import report as of_needles
 from experiments.needles.tasks import TASKS as NEEDLES
 from experiments.orders import AT_CHANCE
-from experiments.rows import Row, read_rows
+from experiments.rows import Row, by_model, read_rows
 from experiments.studies.compare import BYTES, compared
 from experiments.studies.models import LENGTH
 
@@ -82,27 +82,14 @@ def rows(path: str) -> tuple[Row, ...]:
     return tuple(read_rows(ROOT / "experiments" / path))
 
 
-def paired(better: dict[Any, float], worse: dict[Any, float]) -> Comparison | None:
-    """The comparison over the seeds that both have, None without any."""
-    seeds = sorted(better.keys() & worse.keys())
-    return compare([better[seed] for seed in seeds], [worse[seed] for seed in seeds]) if seeds else None
-
-
 def at_chance(sides: Iterable[dict[int, float]], level: float) -> str:
     """`AT_CHANCE` if neither side is clearly above it."""
     return "" if any(clearly_above(side, level) for side in sides) else AT_CHANCE
 
 
 def of_texts(
-    setting: str,
-    comparison: Comparison,
-    tokens: int,
-    source: str,
-    text: str,
-    losses: Losses,
-    where: str = "",
-    unit: str = BYTES,
-) -> Line:
+    setting: str, comparison: Comparison, tokens: int, source: str, text: str, losses: Losses, where: str = "", unit: str = BYTES
+) -> Line:  # fmt: skip
     """A line of language models, which is set aside if none of them has learned more than counting (`counting.beats`).
 
     Args:
@@ -150,44 +137,52 @@ def capacity(
 # Recall.
 
 
+def _recalled(
+    pair: tuple[str, str], groups: Mapping[str, list[Row]], source: str, told: Callable[[Row, Row], str],
+    level: Callable[[Row], float], value: Callable[[Row], float] = operator.itemgetter("accuracy"),
+) -> list[Line]:  # fmt: skip
+    """The line of a (better, worse) pair, each at its best learning rate; none without rows of both.
+
+    Args:
+      pair: models.
+      groups: model → its rows at its best rate.
+      source: as in `Line`.
+      told: a row of each → where they are compared.
+      level: recipe → what needs no memory.
+      value: row → accuracy.
+    """
+    sides = [{row["seed"]: value(row) for row in groups.get(name, [])} for name in pair]
+    if (comparison := paired(*sides)) is None:
+        return []
+    one, other = (groups[name][0] for name in pair)
+    where, recipe = told(one, other), one["recipe"]
+    setting = f"{' against '.join(pair)}{where}"
+    return [Line(setting, comparison, "accuracy", _tokens(recipe), source, at_chance(sides, level(recipe)))]
+
+
+def _state(one: Row, other: Row) -> str:
+    return f"{one['state_floats']:,} and {other['state_floats']:,} floats of state"
+
+
 def mqar(pairs: Iterable[tuple[str, str]]) -> list[Line]:
     """(better, worse) models of MQAR: accuracy, each at its best learning rate."""
     found = []
     sizes = [best(list(rows(f"mqar/results/{size}.jsonl"))) for size in ("small", "long")]
-    for (better, worse), chosen in itertools.product(pairs, sizes):
+    level = lambda recipe: chance(recipe["vocab_size"], recipe["length"], recipe["pairs"])
+    told = lambda a, b: f", width {a['width']}, {a['recipe']['steps']:,} steps, {_state(a, b)}"
+    for pair, chosen in itertools.product(pairs, sizes):
         for width in sorted({width for _, width in chosen}):
-            a, b = chosen.get((better, width)), chosen.get((worse, width))
-            if a is None or b is None:
-                continue
-            sides = [{row["seed"]: row["accuracy"] for row in group} for group in (a, b)]
-            comparison = paired(*sides)
-            if comparison is None:
-                continue
-            recipe = a[0]["recipe"]
-            aside = at_chance(sides, chance(recipe["vocab_size"], recipe["length"], recipe["pairs"]))
-            size = f"{a[0]['state_floats']:,} and {b[0]['state_floats']:,} floats of state"
-            told = f"{better} against {worse}, width {width}, {recipe['steps']:,} steps, {size}"
-            found.append(Line(told, comparison, "accuracy", _tokens(recipe), "mqar", aside))
+            groups = {name: group for (name, of), group in chosen.items() if of == width}
+            found += _recalled(pair, groups, "mqar", told, level)
     return found
 
 
 def recall(pairs: Iterable[tuple[str, str]]) -> list[Line]:
     """(better, worse) models of `experiments.recall`: accuracy, each at its best learning rate."""
-    groups = best([{**row, "width": 64} for row in rows("recall/results/recall.jsonl")])
-    found = []
-    for better, worse in pairs:
-        a, b = groups.get((better, 64)), groups.get((worse, 64))
-        if a is None or b is None:
-            continue
-        sides = [{row["seed"]: row["accuracy"] for row in group} for group in (a, b)]
-        if (comparison := paired(*sides)) is not None:
-            size = f"{a[0]['state_floats']:,} and {b[0]['state_floats']:,} floats of state"
-            recipe = a[0]["recipe"]
-            tokens = recipe["steps"] * recipe["batch_size"] * recipe["length"]
-            aside = at_chance(sides, chance(recipe["vocab_size"], recipe["length"], [recipe["num_pairs"]]))
-            told = f"{better} against {worse}, width 64, {size}"
-            found.append(Line(told, comparison, "accuracy", tokens, "recall", aside))
-    return found
+    groups = best(list(rows("recall/results/recall.jsonl")), by_model)
+    level = lambda recipe: chance(recipe["vocab_size"], recipe["length"], [recipe["num_pairs"]])
+    told = lambda a, b: f", width 64, {_state(a, b)}"
+    return [line for pair in pairs for line in _recalled(pair, groups, "recall", told, level)]
 
 
 def mad() -> list[Line]:
@@ -204,17 +199,14 @@ def mad() -> list[Line]:
 
 def needles(pairs: Iterable[tuple[str, str]]) -> list[Line]:
     """(better, worse) models: questions answered, the mean over tasks and lengths, each at its best learning rate."""
+
+    def told(one: Row, other: Row) -> str:
+        lengths, steps = one["recipe"]["lengths"], one["recipe"]["steps"]
+        return f": needles and places in texts of {lengths[0]:,} to {lengths[-1]:,} tokens, {steps:,} steps"
+
     found = []
-    for (better, worse), groups in itertools.product(pairs, _needles_sizes()):
-        if better not in groups or worse not in groups:
-            continue
-        sides = [{row["seed"]: of_needles.accuracy(row) for row in groups[name]} for name in (better, worse)]
-        if (comparison := paired(*sides)) is not None:
-            recipe = groups[better][0]["recipe"]
-            where = f"needles and places in texts of {recipe['lengths'][0]:,} to {recipe['lengths'][-1]:,} tokens"
-            told = f"{better} against {worse}: {where}, {recipe['steps']:,} steps"
-            aside = at_chance(sides, needles_chance())
-            found.append(Line(told, comparison, "accuracy", _tokens(recipe), "needles", aside))
+    for pair, groups in itertools.product(pairs, _needles_sizes()):
+        found += _recalled(pair, groups, "needles", told, lambda _: needles_chance(), of_needles.accuracy)
     return found
 
 
@@ -299,13 +291,9 @@ def trained(pairs: Iterable[tuple[str, str]]) -> list[Line]:
     data = default_config("titans-tiny").data
     tokens = steps * data.batch_size * data.sequence_length
     found = []
-    for (better, worse), text in itertools.product(pairs, dict.fromkeys(texts)):
-        sides = {name: losses.get((name, text), {}) for name in (better, worse)}
-        comparison = paired(sides[worse], sides[better])  # a lower loss is better
-        if comparison is not None:
-            where = f"{text}, whole runs of tiny models"
-            told = f"{better} against {worse}: {where}"
-            found.append(of_texts(told, comparison, tokens, "stability", text, sides, where))
+    for pair, text in itertools.product(pairs, dict.fromkeys(texts)):
+        sides = {name: losses.get((name, text), {}) for name in pair}
+        found += _compared(pair, sides, tokens, "stability", text, f"{text}, whole runs of tiny models")
     return found
 
 
@@ -315,13 +303,16 @@ def _language(pairs: Iterable[tuple[str, str]], path: str, where: str, source: s
     for row in rows(path):
         losses.setdefault(row["model"], {})[row["recipe"]["seed"]] = row["bits_per_byte"]
         tokens = row["tokens"]
-    found = []
-    for better, worse in pairs:
-        sides = {name: losses.get(name, {}) for name in (better, worse)}
-        comparison = paired(sides[worse], sides[better])  # a lower loss is better
-        if comparison is not None:
-            found.append(of_texts(f"{better} against {worse}: {where}", comparison, tokens, source, text, sides, where))
-    return found
+    return [line for pair in pairs for line in _compared(pair, losses, tokens, source, text, where)]
+
+
+def _compared(pair: tuple[str, str], losses: Losses, tokens: int, source: str, text: str, where: str) -> list[Line]:
+    """The line of a (better, worse) pair of language models; none without rows of both. The rest is as for `of_texts`."""
+    sides = {name: losses.get(name, {}) for name in pair}
+    comparison = paired(sides[pair[1]], sides[pair[0]])  # a lower loss is better
+    if comparison is None:
+        return []
+    return [of_texts(f"{' against '.join(pair)}: {where}", comparison, tokens, source, text, sides, where)]
 
 
 def language_spread() -> float:
@@ -371,11 +362,9 @@ def language(direction: str) -> list[Line]:
         group = rows(f"language/results/{text}.jsonl")
         runs = of_language.chosen(group)
         for line in (line for line in of_language.compared(group) if line.direction == direction):
-            recipe = group[0]["recipe"]
-            tokens = recipe["steps"] * recipe["batch_size"] * recipe["length"]
-            sides = {
-                name: {seed: row["bits_per_byte"] for seed, row in runs[name].items()} for name in models_of(line.told)
-            }
+            models = ((name, runs[name]) for name in models_of(line.told))
+            sides = {name: {seed: row["bits_per_byte"] for seed, row in of.items()} for name, of in models}
+            tokens = _tokens(group[0]["recipe"])
             told = f"{line.told}, {text}"
             found.append(of_texts(told, line.comparison, tokens, "language", text, sides, unit=line.unit))
     return found

@@ -6,7 +6,8 @@ from collections.abc import Collection, Iterable
 
 from experiments.efficiency.measure import REFERENCE
 from experiments.efficiency.report import ratios
-from experiments.evidence.sources import Line, paired, rows, texts
+from experiments.evidence.sources import Line, rows, texts
+from experiments.intervals import paired
 
 
 def efficiency(pairs: Iterable[tuple[str, str]], kind: str = "training") -> list[Line]:

@@ -1,7 +1,7 @@
 """What the papers of 2025 and 2026 claim of their rules, and the comparisons that decide it. A positive difference is the claim."""
 
 from experiments.evidence import lines
-from experiments.evidence.direction import Direction
+from experiments.evidence.lines import Direction
 from experiments.evidence.sources import Line, capacity, mqar
 from experiments.stability.pairs import PAIRS
 

@@ -17,10 +17,9 @@ tokens, with random and adversarial keys), `cost` (time of forward and backward 
 (pairs recalled).
 """
 
-import argparse
 import contextlib
 import dataclasses
-import pathlib
+import operator
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -33,13 +32,12 @@ import jax.numpy as jnp
 from atlasjax import memory, rules
 from atlasjax.memory.blocks import capped
 from atlasjax.memory.fast_weights import step_sizes
-from experiments.rows import append_row, read_rows
+from experiments.rows import add_missing
+from experiments.stability import settings
 from experiments.stability.report import write_report
 from experiments.stability.settings import CANDIDATES, IN_TRAIN
 from experiments.stability.train import TEXTS_DIR, Case, run
 
-HERE = pathlib.Path(__file__).parent
-ROWS = HERE / "results" / "candidates.jsonl"
 PARTS = ("train", "stream", "cost", "capacity")
 
 
@@ -202,13 +200,10 @@ def capacity_row(name: str, step: float) -> dict[str, Any]:
             twice = lambda x: jnp.concatenate([x, x], axis=1)
             full = lambda value: jnp.full((1, 2 * pairs, 1), value)
             gates = memory.Gates(retention=full(1.0), step_size=full(step * (1 - theta)), momentum_decay=full(theta))
-            _, state = jax.jit(lambda *x, rule=rule, params=params: memory.scan(rule, params, None, *x))(
-                twice(k), twice(k), twice(v), gates
-            )
-            y = memory.read(rule, params, state, k)[0, :, 0]
-            right = jnp.argmax(y @ v[0, :, 0].T / jnp.linalg.norm(y, axis=-1, keepdims=True), axis=-1) == jnp.arange(
-                pairs
-            )
+            write = jax.jit(lambda *x, rule=rule, params=params: memory.scan(rule, params, None, *x)[1])
+            y = memory.read(rule, params, write(twice(k), twice(k), twice(v), gates), k)[0, :, 0]
+            scores = y @ v[0, :, 0].T / jnp.linalg.norm(y, axis=-1, keepdims=True)
+            right = jnp.argmax(scores, axis=-1) == jnp.arange(pairs)
             best = max(best, float(jnp.where(jnp.isfinite(y).all(), right.mean(), 0.0)))
     return {"recalled": round(best, 3)}
 
@@ -241,20 +236,12 @@ def run_task(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = settings.options(__doc__, "candidates.jsonl")
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--rows", type=pathlib.Path, default=ROWS)
-    parser.add_argument("--report", action="store_true", help="only write the tables")
     options = parser.parse_args()
-    if not options.report:
-        done = [row["task"] for row in read_rows(options.rows)]
-        for task in tasks():
-            if task["part"] in options.parts and task not in done:
-                row = {"task": task, **run_task(task)}
-                append_row(options.rows, row)
-                print(row, flush=True)
-    if options.rows == ROWS:
-        write_report()
+    wanted = [task for task in tasks() if not options.report and task["part"] in options.parts]
+    add_missing(options.rows, operator.itemgetter("task"), wanted, lambda task: {"task": task, **run_task(task)})
+    write_report(options.rows)
 
 
 if __name__ == "__main__":

@@ -70,18 +70,8 @@ PAIRS: dict[str, tuple[tuple[str, str], ...]] = {
 def models() -> list[str]:
     """The models of the pairs, each once: those of pairs that cost least first, then as above."""
     cheap = (
-        "omega",
-        "deep",
-        "sampling",
-        "gam",
-        "caching order",
-        "caching",
-        "residual",
-        "dot",
-        "muon",
-        "polynomial",
-        "gated",
-    )
+        "omega", "deep", "sampling", "gam", "caching order", "caching", "residual", "dot", "muon", "polynomial", "gated",
+    )  # fmt: skip
     order = dict.fromkeys((*cheap, *PAIRS))
     return list(dict.fromkeys(model for name in order for pair in PAIRS[name] for model in pair))
 

@@ -18,17 +18,15 @@ One head of 16 channels, the rule's default chunk, values of about unit length, 
 Each finished row is one line of JSON in `results/read.jsonl` and is skipped.
 """
 
-import argparse
 import functools
-import pathlib
+import operator
 import time
 from typing import Any
 
-from experiments.rows import append_row, read_rows
+from experiments.rows import add_missing
+from experiments.stability import settings
 from experiments.stability.report import write_report
 
-HERE = pathlib.Path(__file__).parent
-ROWS = HERE / "results" / "read.jsonl"
 DIM, PIECE, TOKENS, SHORT = 16, 8192, 1_007_616, 4096
 CASES = ("initial", "retention", "equal", "huge", "adversarial", "bold", "momentum", "bfloat16")
 # These rules keep every token and read it again for each later one, so a million tokens would take days.
@@ -182,24 +180,15 @@ def run(name: str, case: str) -> dict[str, Any] | None:
 def main() -> None:
     from atlasjax import rules
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = settings.options(__doc__, "read.jsonl")
     parser.add_argument("--only", nargs="*", choices=rules.REGISTRY, help="some of the rules")
     parser.add_argument("--cases", nargs="*", choices=CASES, help="some of the cases")
-    parser.add_argument("--rows", type=pathlib.Path, default=ROWS)
-    parser.add_argument("--report", action="store_true", help="only write the tables")
     options = parser.parse_args()
-    if not options.report:
-        done = {(row["rule"], row["case"]) for row in read_rows(options.rows)}
-        for case in options.cases or CASES:
-            for name in options.only or rules.REGISTRY:
-                if (name, case) in done:
-                    continue
-                row = run(name, case)
-                if row is not None:
-                    append_row(options.rows, row)
-                    print(row, flush=True)
-    if options.rows == ROWS:
-        write_report()
+    wanted = (
+        [] if options.report else [(n, case) for case in options.cases or CASES for n in options.only or rules.REGISTRY]
+    )
+    add_missing(options.rows, operator.itemgetter("rule", "case"), wanted, lambda key: run(*key))
+    write_report(options.rows)
 
 
 if __name__ == "__main__":

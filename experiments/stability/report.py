@@ -3,12 +3,13 @@
 import pathlib
 import statistics
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
+from experiments import pages
 from experiments.rows import read_rows
-from experiments.stability.settings import CANDIDATES, EVERY, IN_TRAIN, STEPS, TABLE_7_RATE, TOKENS
+from experiments.stability.settings import CANDIDATES, EVERY, IN_TRAIN, RESULTS, STEPS, TABLE_7_RATE, TOKENS
 
-RESULTS = pathlib.Path(__file__).parent / "results"
 GATES = ("retention", "step_size", "momentum_decay")
 
 
@@ -160,16 +161,12 @@ def candidates_tables(rows: list[dict[str, Any]], trained: list[dict[str, Any]])
 
 def plot(rows: list[dict[str, Any]], path: pathlib.Path) -> None:
     """Plots bits per byte with and without the bound: a mark per seed, and a cross at the top for a diverged run."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     compared = [row for row in rows if row["text"] == "embedded"]
     presets = sorted({row["preset"] for row in compared if not row["bounded"]})
     if not presets:
         return
-    figure, axes = plt.subplots(figsize=(8, 4))
+    figure = pages.figure(8, 4)
+    axes = figure.subplots()
     fine = [row["bits_per_byte"] for row in compared if row["preset"] in presets and row["bits_per_byte"] is not None]
     top = max(fine) + 0.05
     for offset, bounded, colour, label in (
@@ -185,24 +182,26 @@ def plot(rows: list[dict[str, Any]], path: pathlib.Path) -> None:
     axes.set_ylabel("held-out bits per byte")
     axes.set_title("Tiny presets, 300 steps on the embedded text, one mark for each seed")
     axes.legend()
-    figure.tight_layout()
     figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
-def write_report() -> None:
-    """Writes results/*.md and results/compared.png."""
-    rows = read_rows(RESULTS / "train.jsonl")
-    if rows:
-        (RESULTS / "train.md").write_text(train_table(rows))
-        (RESULTS / "compared.md").write_text(compared_table(rows))
-        plot(rows, RESULTS / "compared.png")
-    if rows := read_rows(RESULTS / "read.jsonl"):
-        (RESULTS / "read.md").write_text(read_table(rows))
-    if rows := read_rows(RESULTS / "candidates.jsonl"):
-        (RESULTS / "candidates.md").write_text(candidates_tables(rows, read_rows(RESULTS / "train.jsonl")).lstrip())
-    if rows := read_rows(RESULTS / "wide.jsonl"):
-        (RESULTS / "wide.md").write_text(wide_table(rows))
+def write_report(rows: pathlib.Path | None = None) -> None:
+    """Writes results/*.md and results/compared.png. rows: nothing is written for a file of rows that is elsewhere."""
+    if rows is not None and rows.parent != RESULTS:
+        return
+    found = {name: read_rows(RESULTS / f"{name}.jsonl") for name in ("train", "read", "candidates", "wide")}
+    tables: dict[str, tuple[str, Callable[[list[dict[str, Any]]], str]]] = {
+        "train": ("train", train_table),
+        "compared": ("train", compared_table),
+        "read": ("read", read_table),
+        "candidates": ("candidates", lambda rows: candidates_tables(rows, found["train"]).lstrip()),
+        "wide": ("wide", wide_table),
+    }
+    for page, (name, table) in tables.items():
+        if found[name]:
+            (RESULTS / f"{page}.md").write_text(table(found[name]))
+    if found["train"]:
+        plot(found["train"], RESULTS / "compared.png")
 
 
 if __name__ == "__main__":

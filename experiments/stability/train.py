@@ -9,20 +9,18 @@ run is one line of JSON in `results/train.jsonl` and is skipped, so the command 
 tables and plot. Texts other than the embedded one are files in `--texts-dir`; missing ones are left out.
 """
 
-import argparse
 import dataclasses
 import math
 import pathlib
 import time
 from typing import Any
 
-from experiments.rows import append_row, read_rows
-from experiments.stability import pairs
+from experiments.rows import add_missing, append_row
+from experiments.stability import pairs, settings
 from experiments.stability.report import write_report
 
-HERE = pathlib.Path(__file__).parent
-ROWS = HERE / "results" / "train.jsonl"
-TEXTS_DIR = HERE.parents[2] / "shared" / "data"
+ROWS = "train.jsonl"
+TEXTS_DIR = pathlib.Path(__file__).parents[3] / "shared" / "data"
 TEXTS = {
     "embedded": None,
     "tinyshakespeare": "tinyshakespeare/input.txt",
@@ -41,10 +39,6 @@ class Case:
     text: str
     seed: int
     bounded: bool = True
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        return self.preset, self.text, self.seed, self.bounded
 
 
 def cases() -> list[Case]:
@@ -157,31 +151,25 @@ def keep_compiled_programs() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = settings.options(__doc__, ROWS)
     parser.add_argument("--only", nargs="*", help="names of tiny presets, without -tiny")
     parser.add_argument("--texts", nargs="*", choices=TEXTS, help="some of the texts")
     parser.add_argument("--seeds", nargs="*", type=int, help="some of the seeds")
     parser.add_argument("--texts-dir", type=pathlib.Path, default=TEXTS_DIR)
-    parser.add_argument("--rows", type=pathlib.Path, default=ROWS)
-    parser.add_argument("--report", action="store_true", help="only write the tables and the plot")
     options = parser.parse_args()
     if not options.report:
         keep_compiled_programs()
-        done = {tuple(row[name] for name in ("preset", "text", "seed", "bounded")) for row in read_rows(options.rows)}
-        for case in cases():
-            chosen = (
-                (options.only is None or case.preset in options.only)
-                and (options.texts is None or case.text in options.texts)
-                and (options.seeds is None or case.seed in options.seeds)
-            )
-            name = TEXTS[case.text]
-            if not chosen or case.key in done or (name is not None and not (options.texts_dir / name).exists()):
-                continue
-            row = run(case, options.texts_dir)
-            append_row(options.rows, row)
-            print(row, flush=True)
-    if options.rows == ROWS:
-        write_report()
+        there = [text for text, file in TEXTS.items() if file is None or (options.texts_dir / file).exists()]
+        chosen = (
+            case
+            for case in cases()
+            if (options.only is None or case.preset in options.only)
+            and case.text in (there if options.texts is None else set(there) & set(options.texts))
+            and (options.seeds is None or case.seed in options.seeds)
+        )
+        key = lambda row: Case(*(row[field.name] for field in dataclasses.fields(Case)))
+        add_missing(options.rows, key, chosen, lambda case: run(case, options.texts_dir))
+    write_report(options.rows)
 
 
 if __name__ == "__main__":

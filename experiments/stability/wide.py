@@ -9,17 +9,17 @@ text, so that a run takes minutes on a CPU. A step has far fewer tokens than in 
 noisier and divergence is more likely. Atlas writes once every 16 tokens.
 """
 
-import argparse
 import dataclasses
+import operator
 import pathlib
 from typing import Any
 
-from experiments.rows import append_row, read_rows
+from experiments.rows import add_missing
+from experiments.stability import settings
 from experiments.stability.report import write_report
 from experiments.stability.settings import EVERY, STEPS, TABLE_7_RATE, TOKENS
 from experiments.stability.train import keep_compiled_programs, watch
 
-ROWS = pathlib.Path(__file__).parent / "results" / "wide.jsonl"
 CONTROL = "transformer++"  # no memory: what attention does at these rates
 MODELS = ("titans", "omeganet", "atlas", "dla", "yaad", "ttt-mlp", "titans-mac", "gated-deltanet", CONTROL)
 
@@ -44,25 +44,21 @@ def config_of(name: str, factor: int) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = settings.options(__doc__, "wide.jsonl")
     parser.add_argument("--only", nargs="*", help="names of architectures")
-    parser.add_argument("--rows", type=pathlib.Path, default=ROWS)
     parser.add_argument(
         "--steps", type=pathlib.Path, help="a file for a line of JSON for every step, with the largest memories"
     )
-    parser.add_argument("--report", action="store_true", help="only write the table")
     options = parser.parse_args()
     keep_compiled_programs()
-    done = {(row["preset"], row["times_the_rate"]) for row in read_rows(options.rows)}
-    for factor in () if options.report else (1, 3):
-        for name in options.only or MODELS:
-            if (name, factor) in done:
-                continue
-            row = {"preset": name, "times_the_rate": factor, **watch(config_of(name, factor), options.steps)}
-            append_row(options.rows, row)
-            print(row, flush=True)
-    if options.rows == ROWS:
-        write_report()
+    of = lambda name, factor: {
+        "preset": name,
+        "times_the_rate": factor,
+        **watch(config_of(name, factor), options.steps),
+    }
+    wanted = [] if options.report else [(name, factor) for factor in (1, 3) for name in options.only or MODELS]
+    add_missing(options.rows, operator.itemgetter("preset", "times_the_rate"), wanted, lambda key: of(*key))
+    write_report(options.rows)
 
 
 if __name__ == "__main__":
