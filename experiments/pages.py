@@ -25,6 +25,11 @@ def line(cells: Iterable[object]) -> str:
     return f"| {' | '.join(map(str, cells))} |"
 
 
+def number(x: float) -> str:
+    """Three digits, or as many as there are before the point."""
+    return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
+
+
 def table(columns: Sequence[str], rows: Iterable[Iterable[object]], left: Collection[int] = (0,)) -> list[str]:
     """The lines of a table in Markdown. left: the columns of text, from 0 or from the end; those of numbers end at the right."""
     text = {place % len(columns) for place in left}

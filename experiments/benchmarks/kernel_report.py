@@ -2,8 +2,8 @@
 
 import collections
 import dataclasses
-from collections.abc import Iterable
 
+from experiments import pages
 from experiments.benchmarks.kernel_cases import ENGINES, Case
 from experiments.benchmarks.tpu_static import CHIPS, Chip
 from experiments.rows import Row
@@ -25,10 +25,10 @@ def program_cycles(row: Row) -> float:
     return row["outside"] + sum(kernel_cycles(row, kernel) for kernel in row["kernels"])
 
 
-_HEAD = {
-    "kernel": "---", "pass": "---", "bundles": "---:", "floor": "---:", "× floor": "---:", "× floor in tiles": "---:",
-    "matrix units": "---:", "spills": "---:", "program": "---:", "XLA": "---:", "XLA ÷ kernel": "---:",
-}  # fmt: skip
+_COLUMNS = (
+    "kernel", "pass", "bundles", "floor", "× floor", "× floor in tiles", "matrix units", "spills", "program", "XLA",
+    "XLA ÷ kernel",
+)  # fmt: skip
 
 
 def label(case: Case) -> str:
@@ -66,8 +66,8 @@ def table(found: dict[str, Row], topology: str, command: str) -> str:
             f"- The chip has {chip.cores} cores, which share the rows of a grid. Kernel figures assume that one core does all."
         )
     for operation, entries in groups.items():
-        page += [f"\n## {operation}: cycles per {entries[0][0].item}\n", _line(_HEAD), _line(_HEAD.values())]
-        page += [_line(_cells(case, row, found)) for case, row in entries]
+        cells = (_cells(case, row, found) for case, row in entries)
+        page += [f"\n## {operation}: cycles per {entries[0][0].item}\n", *pages.table(_COLUMNS, cells, left=(0, 1))]
     return "\n".join(page) + "\n\n" + byte_table(found)
 
 
@@ -105,14 +105,6 @@ def _explanation(found: dict[str, Row], chip: Chip) -> str:
     return text
 
 
-def _line(cells: Iterable[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
-
-
-def _number(x: float) -> str:
-    return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
-
-
 def _escaped(text: str) -> str:
     return text.replace("|", "\\|")
 
@@ -130,11 +122,11 @@ def _cells(case: Case, row: Row, found: dict[str, Row]) -> list[str]:
     if xla is not None:
         failed = "error" in xla
         other = 0.0 if failed else program_cycles(xla)
-        last = [_escaped(xla["error"]), ""] if failed else [_number(other / case.items), f"{other / cycles:.2f}"]
+        last = [_escaped(xla["error"]), ""] if failed else [pages.number(other / case.items), f"{other / cycles:.2f}"]
     return [
-        label(case), direction, _number(figures["bundles"]) + inner, _number(figures["floor"]),
+        label(case), direction, pages.number(figures["bundles"]) + inner, pages.number(figures["floor"]),
         f"{figures['over_floor']:.2f}", f"{figures['over_tiles']:.2f}", f"{kernel['matrix_unit']:.0%}",
-        f"{kernel['spills']:,}", _number(cycles / case.items), *last,
+        f"{kernel['spills']:,}", pages.number(cycles / case.items), *last,
     ]  # fmt: skip
 
 
@@ -162,5 +154,5 @@ def byte_table(found: dict[str, Row]) -> str:
         around = "" if keeps or not row["program_bytes"] else f"{row['program_bytes'] / ideal:.2f}"
         blocks, tiles = (f"{kernel[name] / ideal:.2f}" for name in ("block_bytes", "array_bytes"))
         name = f"{case.operation} {label(case)}"
-        page.append(_line([name, "yes" if keeps else "no", f"{ideal / 2**20:,.1f}", blocks, tiles, around]))
+        page.append(pages.line([name, "yes" if keeps else "no", f"{ideal / 2**20:,.1f}", blocks, tiles, around]))
     return "\n".join(page) + "\n"

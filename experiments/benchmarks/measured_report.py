@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from experiments import pages
 from experiments.benchmarks.measured_cases import ENGINES, OPERATIONS, OTHER_FUNCTIONS, Case
 from experiments.rows import Row
 
@@ -39,15 +40,11 @@ def summary(rows: dict[str, Row]) -> str:
     for engine, row in rows.items():
         if "seconds" in row:
             share = ratio(rows, [engine], "xla")
-            other = f" ({_number(share)} × xla's)" if share and engine != "xla" else ""
-            found.append(f"{engine} {_number(1e3 * statistics.median(row['seconds']))} ms{other}")
+            other = f" ({pages.number(share)} × xla's)" if share and engine != "xla" else ""
+            found.append(f"{engine} {pages.number(1e3 * statistics.median(row['seconds']))} ms{other}")
         elif "failed" in row:
             found.append(f"{engine} failed, {row['failed']}")
     return ", ".join(found) or "nothing ran"
-
-
-def _number(x: float) -> str:
-    return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
 
 
 _COLUMNS = ("case", "pass", "engine", "ms", "XLA ÷ it", "attention ÷ it", "temporary MiB", "error of y", "of gradients")
@@ -74,7 +71,7 @@ def cells(case: Case, rows: dict[str, Row]) -> list[list[str]]:
         error = [f"{x:.0e}" for x in row["error"].values()] if "error" in row else ["", ""]
         if row.get("checked_dtype", case.dtype) != case.dtype:
             error = [f"{x} ({row['checked_dtype']})" for x in error]
-        text = [f"{_number(x[0])} ({_number(x[1])})" if x else "" for x in figures]
+        text = [f"{pages.number(x[0])} ({pages.number(x[1])})" if x else "" for x in figures]
         table.append([engine, *text, "" if size is None else f"{size / 2**20:,.1f}", *error])
     return table
 
@@ -91,10 +88,6 @@ def without_time(lines: Iterable[Row]) -> list[str]:
     return [f"{engine}: {reason} ({', '.join(names)})" for (engine, reason), names in sorted(reasons.items())]
 
 
-def _line(cells: Iterable[str]) -> str:
-    return "| " + " | ".join(x.replace("|", "\\|") for x in cells) + " |"
-
-
 def page(lines: list[Row]) -> str:
     """The finished lines as a Markdown page, by device."""
     groups: dict[tuple[str, str], list[Row]] = collections.defaultdict(list)
@@ -105,10 +98,11 @@ def page(lines: list[Row]) -> str:
     for (device, jax), found in sorted(groups.items()):
         text += [f"\n## {device}, jax {jax}\n"]
         text += [f"    {command}" for command in dict.fromkeys(line["command"] for line in found)]
-        text += ["", _line(_COLUMNS), _line("---" if i < 3 else "---:" for i in range(len(_COLUMNS)))]
+        table: list[list[str]] = []
         for case, line in sorted(((Case(**line["case"]), line) for line in found), key=lambda x: order(x[0])):
             first = [f"{case.operation}, {sizes(case)}", case.direction]
-            text += [_line([*first, *row]) for row in cells(case, line["engines"])]
+            table += ([x.replace("|", "\\|") for x in (*first, *row)] for row in cells(case, line["engines"]))
+        text += ["", *pages.table(_COLUMNS, table, left=(0, 1, 2))]
         if told := without_time(found):
             text += ["\nWithout a time:\n", *(f"- {line}" for line in told)]
     return "\n".join(text) + "\n"

@@ -17,31 +17,17 @@ GATES = [{"step_size": 1.0, "momentum_decay": 0.0, "window_decay": 1.0}]
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "linear",
-        "linear, c=4",
-        "polynomial 2",
-        "sketch 2",
-        "deep 2",
-        "deep 3",
-        "linear, Muon",
-        "linear, GRM",
-        "deep 2, Soup",
-        "linear, own erasing rate",
-        "mesa",
-        "mesa, exact, sums of keys free",
-        "deep 2, momentum, TNT",
-    ],
-)
+    ["linear", "linear, c=4", "polynomial 2", "sketch 2", "deep 2", "deep 3", "linear, Muon", "linear, GRM", "deep 2, Soup",
+     "linear, own erasing rate", "mesa", "mesa, exact, sums of keys free", "deep 2, momentum, TNT"],
+)  # fmt: skip
 def test_memories_fill_their_budget(name):
     free = MEMORIES[name].free
     for shape in shapes(name, 1024):
         assert 800 <= floats(shape, free) <= 1024
     assert floats(shapes("linear", 1024)[0]) == 1024
     (one,) = shapes("linear, c=4", 1024)
-    assert floats(one) == VALUE_DIM * one.key_dim + 3 * (
-        one.key_dim + VALUE_DIM
-    )  # the three earlier pairs of the window
+    earlier = 3 * (one.key_dim + VALUE_DIM)  # the pairs of the window
+    assert floats(one) == VALUE_DIM * one.key_dim + earlier
     (free_one,) = shapes("linear, c=4, buffers free", 1024)
     assert floats(free_one, free=True) == 1024 < floats(free_one)
     (cached,) = shapes("linear, GRM", 1024)  # 40 pairs: two cached memories of 16, and the one that is written
@@ -163,17 +149,7 @@ def test_one_more_area_is_twice_as_many_pairs():
 @pytest.mark.slow  # of the functions that the other experiments resume by
 def test_rows_are_kept_and_resumed(tmp_path, monkeypatch, capsys):
     options = [
-        "--budgets",
-        "128",
-        "--seeds",
-        "3",
-        "--tuning-seeds",
-        "2",
-        "--pairs",
-        "2",
-        "8",
-        "32",
-        "--out",
+        *["--budgets", "128", "--seeds", "3", "--tuning-seeds", "2", "--pairs", "2", "8", "32", "--out"],
         str(tmp_path),
     ]
     run.main([*options, "--memories", "linear", "--passes", "1", "--keys", "independent"])

@@ -110,3 +110,21 @@ def test_bad_options_are_refused_before_anything_is_trained(experiment, options,
     with pytest.raises(SystemExit):
         importlib.import_module(f"experiments.{experiment}.run").main(options)
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("experiment", "options", "words"),
+    [
+        ("mad", ["--tasks", "compression", "memorization"], "1 models × 2 tasks × 18 runs"),
+        ("mqar", ["--widths", "16"], "777 million tokens per run"),
+        ("needles", [], "1 models × 3 seeds × 2 rates = 6 runs"),
+    ],
+)
+def test_the_plan_of_the_paper_trains_nothing(experiment, options, words, monkeypatch, capsys, tmp_path):
+    run = importlib.import_module(f"experiments.{experiment}.run")
+    monkeypatch.setattr(run, "measure", lambda *_: pytest.fail("trained"))
+    run.main(["--size", "paper", "--models", "delta", *options, "--out", str(tmp_path)])
+    out = capsys.readouterr().out
+    for said in (words, "--size paper --go", f"--models delta --out {tmp_path}/host-0"):
+        assert said in out
+    assert not list(tmp_path.iterdir())

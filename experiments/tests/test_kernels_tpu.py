@@ -186,15 +186,8 @@ def test_products_without_a_use_and_tiles():
 
 
 def row(case, **result):
-    return {
-        "case": dataclasses.asdict(case),
-        "topology": "v5e",
-        "sources": "0",
-        "jax": "1",
-        "libtpu": "2",
-        "seconds": 1.0,
-        **result,
-    }
+    made = {"topology": "v5e", "sources": "0", "jax": "1", "libtpu": "2", "seconds": 1.0}
+    return {"case": dataclasses.asdict(case), **made, **result}
 
 
 def rows():

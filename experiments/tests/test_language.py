@@ -78,13 +78,7 @@ def test_rows_resume(book, tmp_path, monkeypatch, capsys):
         f"--{name.replace('_', '-')}={value}" for name, value in dataclasses.asdict(SMALL).items() if name != "text"
     ]
     options = [
-        "--only",
-        "titans",
-        "titans-grm",
-        "--rates",
-        "0.001",
-        "0.01",
-        "--text",
+        *["--only", "titans", "titans-grm", "--rates", "0.001", "0.01", "--text"],
         str(book),
         "--out",
         str(tmp_path),
@@ -93,9 +87,8 @@ def test_rows_resume(book, tmp_path, monkeypatch, capsys):
     path = tmp_path / "book.jsonl"
     before = path.read_text()
     rows = [json.loads(line) for line in before.splitlines()]
-    assert [(row["kind"], row["model"]) for row in rows] == [("rate", "titans")] * 2 + [("run", "titans")] + [
-        ("rate", "titans-grm")
-    ] * 2 + [("run", "titans-grm")]
+    kinds = ("rate", "rate", "run")
+    assert [(row["kind"], row["model"]) for row in rows] == [(k, m) for m in ("titans", "titans-grm") for k in kinds]
     assert all(row["learning_rate"] == rates(rows)[row["model"]] for row in rows if row["kind"] == "run")
     assert rows[2]["tokens"] == 48
     path.write_text(before[:-20])  # killed in the last row

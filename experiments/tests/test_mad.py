@@ -266,14 +266,3 @@ def test_rows_are_kept_and_resumed(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(run, "measure", lambda *_: pytest.fail("measured again"))
     run.main([*options, "1e-3"])
     assert "| attention |" in capsys.readouterr().out
-
-
-def test_the_plan_of_the_paper_trains_nothing(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(run, "measure", lambda *_: pytest.fail("trained"))
-    options = ["--size", "paper", "--models", "delta", "--tasks", "compression", "memorization", "--out", str(tmp_path)]
-    run.main(options)
-    out = capsys.readouterr().out
-    assert "1 models × 2 tasks × 18 runs" in out
-    assert "--size paper --go" in out
-    assert f"--models delta --out {tmp_path}/host-0" in out
-    assert not list(tmp_path.iterdir())

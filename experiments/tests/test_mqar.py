@@ -163,15 +163,6 @@ def test_rows_are_kept_and_resumed(tmp_path, monkeypatch, capsys):
     assert "| gam | 16 | 128 |" in capsys.readouterr().out
 
 
-def test_the_plan_of_the_paper_trains_nothing(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(run, "measure", lambda *_: pytest.fail("trained"))
-    run.main(["--size", "paper", "--models", "delta", "--widths", "16", "--out", str(tmp_path)])
-    out = capsys.readouterr().out
-    assert "777 million tokens per run" in out
-    assert "--size paper --go" in out
-    assert f"--models delta --out {tmp_path}/host-0" in out
-
-
 def test_lengths_need_sizes_and_both_one_number_for_each():
     with pytest.raises(ValueError, match=r"lengths=\[64, 64, 64\] need sizes"):
         run.Recipe(lengths=[64, 64, 64])

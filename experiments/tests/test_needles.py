@@ -247,12 +247,3 @@ def test_rows_are_kept_and_resumed(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(run, "measure", lambda *_: pytest.fail("measured again"))
     run.main([*options, "1e-3"])
     assert "| attention |" in capsys.readouterr().out
-
-
-def test_the_plan_of_the_paper_trains_nothing(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(run, "measure", lambda *_: pytest.fail("trained"))
-    run.main(["--size", "paper", "--models", "delta", "--out", str(tmp_path)])
-    out = capsys.readouterr().out
-    assert "1 models × 3 seeds × 2 rates = 6 runs" in out
-    assert "--size paper --go" in out
-    assert not list(tmp_path.iterdir())
