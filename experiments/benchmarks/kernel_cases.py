@@ -187,6 +187,12 @@ def _by_heads(call: Callable[..., Any]) -> Callable[..., Any]:
     return flat
 
 
+def _tokens_by_heads(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`_by_heads` of a function without weights."""
+    flat = _by_heads(lambda _, *arrays: call(*arrays))
+    return lambda *arrays: flat(None, *arrays)
+
+
 def _gate(*channels: int) -> Any:
     return _shape(BATCH, TIME, HEADS, *channels)
 
@@ -197,8 +203,7 @@ def _delta_rule(case: Case) -> tuple[Callable[..., Any], list[Any]]:
     if case.engine == "pallas_tpu":
         from pallas_kernels.delta_rule import delta_rule
 
-        flat = _by_heads(lambda _, *x: delta_rule(*x, chunk_size=case.chunk)[0])
-        return lambda *x: flat(None, *x), shapes
+        return _tokens_by_heads(lambda *x: delta_rule(*x, chunk_size=case.chunk)[0]), shapes
 
     from atlasjax import rules
 
@@ -229,8 +234,7 @@ def _scan_from_zero(case: Case, rule: Any, names: Sequence[str]) -> Callable[...
 
     scan, params = _scan(case, rule, names)
     zeros = lambda: jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), params)
-    flat = _by_heads(lambda _, *x: scan(zeros(), *x))
-    return lambda *x: flat(None, *x)
+    return _tokens_by_heads(lambda *x: scan(zeros(), *x))
 
 
 def _linear_rule(case: Case) -> tuple[Callable[..., Any], list[Any]]:
@@ -242,7 +246,7 @@ def _linear_rule(case: Case) -> tuple[Callable[..., Any], list[Any]]:
     if case.engine == "pallas_tpu":
         from pallas_kernels.linear_rule import linear_rule
 
-        def kernel(_: Any, q: Any, k: Any, v: Any, decay: Any, *given: Any) -> Any:
+        def kernel(q: Any, k: Any, v: Any, decay: Any, *given: Any) -> Any:
             own = given[:keys]
             beta = given[keys] if has_beta else jax.numpy.ones(q.shape[:3])
             removal = None if not own else (own[0], beta[..., None] * k if has_beta else own[1] * own[0])
@@ -251,8 +255,7 @@ def _linear_rule(case: Case) -> tuple[Callable[..., Any], list[Any]]:
                 decay_first=case.variant in ("kda", "gdn2"), chunk_size=case.chunk,
             )[0]  # fmt: skip
 
-        flat = _by_heads(kernel)
-        return lambda *x: flat(None, *x), shapes
+        return _tokens_by_heads(kernel), shapes
 
     from atlasjax import rules
     from atlasjax.memory import retention

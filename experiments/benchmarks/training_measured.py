@@ -20,6 +20,7 @@ from typing import Any
 # When run as a script, Python searches only the folder of this file.
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
+from experiments import pages
 from experiments.benchmarks.kernels_measured import find_device, reason_of, sources
 from experiments.rows import Row, append_row, read_rows
 
@@ -91,27 +92,22 @@ def page(lines: list[Row]) -> str:
         "`atlasjax train`, tokens per second of the\nmedian step. MFU counts products of the model's forward and backward pass, "
         "without recomputation."
     ]
-    groups = dict.fromkeys((line["device"], line["jax"], line["batch"], line["length"]) for line in lines)
-    for device, jax, batch, length in groups:
+    groups: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for line in lines:
+        groups.setdefault((line["device"], line["jax"], line["batch"], line["length"]), {})[line["case"]] = line
+    columns = ("preset", "with", "tokens/s", "MFU", "temporary GB", "loss of the first step, of the last")
+    for (device, jax, batch, length), found in groups.items():
         text.append(f"\n## {device}, jax {jax}: {batch} × {length:,} tokens\n")
-        text.append(
-            "| preset | with | tokens/s | MFU | temporary GB | loss of the first step, of the last |\n"
-            "| --- | --- | ---: | ---: | ---: | --- |"
-        )
-        of_group = [
-            line
-            for line in lines
-            if (line["device"], line["jax"], line["batch"], line["length"]) == (device, jax, batch, length)
-        ]
-        for case, line in {line["case"]: line for line in of_group}.items():
+        text += pages.table(columns, (), left=(0, 1, -1))
+        for case, line in found.items():
             preset, _, engine = case.partition("/")
             if "failed" in line:
                 text.append(f"| `{preset}` | {engine} | failed: {line['failed']} | | | |")
                 continue
             used = f"{100 * line['utilization']:.1f}%" if "utilization" in line else ""
             losses = f"{line['losses'][0]}, {line['losses'][-1]}"
-            size = f"{line['temporary_bytes'] / 1e9:.1f}"
-            text.append(f"| `{preset}` | {engine} | {line['tokens_per_second']:,} | {used} | {size} | {losses} |")
+            size, rate = f"{line['temporary_bytes'] / 1e9:.1f}", f"{line['tokens_per_second']:,}"
+            text.append(pages.line((f"`{preset}`", engine, rate, used, size, losses)))
     return "\n".join(text) + "\n"
 
 

@@ -23,6 +23,7 @@ from typing import Any
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 from experiments.function_learning.results import BLOCK, LAST, Row, Store
+from experiments.rows import read_rows
 
 HERE = pathlib.Path(__file__).resolve().parent
 SETTINGS = ("low_rank", "mlp", "attention_mlp", "attention_as_input", "window_attention_mlp")
@@ -203,7 +204,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     if arguments.out is None:
         arguments.out = pathlib.Path("runs/function_learning") if arguments.plan == "quick" else HERE
     results = arguments.out / "results.jsonl"
-    if arguments.report and not (results.exists() and results.stat().st_size):
+    if arguments.report and not read_rows(results):
         parser.error(f"--report: {results} has no rows. Give the --out of a run.")
     return arguments
 

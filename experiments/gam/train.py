@@ -70,13 +70,8 @@ def train_config(model: str, recipe: Recipe, runs: pathlib.Path) -> Any:
     if recipe.text is not None:
         validation = () if recipe.validation_text is None else (recipe.validation_text,)
         source = {"source": "text", "paths": (recipe.text,), "validation_paths": validation}
-    data = DataConfig(
-        **source,
-        tokenizer=f"bpe:{VOCABULARY}",
-        sequence_length=SEQUENCE_LENGTH,
-        batch_size=recipe.batch_size,
-        seed=recipe.seed,
-    )
+    sizes = {"sequence_length": SEQUENCE_LENGTH, "batch_size": recipe.batch_size, "seed": recipe.seed}
+    data = DataConfig(**source, tokenizer=f"bpe:{VOCABULARY}", **sizes)
     shared = runs / recipe.name / "tokenizer"
     if not (shared / "tokenizer.json").exists():
         make_tokenizer(data).save(shared)
@@ -92,19 +87,11 @@ def train_config(model: str, recipe: Recipe, runs: pathlib.Path) -> Any:
         )
     config = MODELS[model] if recipe.size == "paper" else small(MODELS[model])
     return TrainConfig(
-        model=config,
-        data=data,
+        model=config, data=data, mesh=MeshConfig(data=-1 if recipe.size == "paper" else 1), seed=recipe.seed,
         optimizer=OptimizerConfig(learning_rate=3e-4, warmup_steps=100, final_fraction=0.0, weight_decay=0.1),
-        mesh=MeshConfig(data=-1 if recipe.size == "paper" else 1),
-        steps=recipe.epochs * epoch if recipe.steps is None else recipe.steps,
-        seed=recipe.seed,
-        run_dir=str(run_dir),
-        eval_every=epoch,
-        eval_batches=None,
-        checkpoint_every=epoch,
-        log_every=10,
-        tensorboard=False,
-    )
+        steps=recipe.epochs * epoch if recipe.steps is None else recipe.steps, run_dir=str(run_dir), eval_every=epoch,
+        eval_batches=None, checkpoint_every=epoch, log_every=10, tensorboard=False,
+    )  # fmt: skip
 
 
 def run_model(model: str, recipe: Recipe, runs: pathlib.Path) -> dict[str, Any]:

@@ -14,18 +14,14 @@ GATES = ("retention", "step_size", "momentum_decay")
 
 
 def _table(columns: list[str], lines: list[list[str]]) -> str:
-    head = "| " + " | ".join(columns) + " |\n|" + " --- |" * len(columns) + "\n"
-    return head + "".join("| " + " | ".join(line) + " |\n" for line in lines)
+    return "\n".join(pages.table(columns, lines, left=range(len(columns)))) + "\n"
 
 
 def _scores(rows: list[dict[str, Any]]) -> str:
     """Bits per byte over seeds: the mean, with the lowest and highest of several, and the steps at which runs diverged."""
     fine = [row["bits_per_byte"] for row in rows if row["diverged_at"] is None]
-    parts = []
-    if fine:
-        parts.append(
-            f"{statistics.mean(fine):.3f}" + (f" ({min(fine):.3f} – {max(fine):.3f})" if len(fine) > 1 else "")
-        )
+    spread = f" ({min(fine):.3f} – {max(fine):.3f})" if len(fine) > 1 else ""
+    parts = [f"{statistics.mean(fine):.3f}{spread}"] if fine else []
     parts += [f"NaN at {row['diverged_at']}" for row in rows if row["diverged_at"] is not None]
     return ", ".join(parts) or "–"
 

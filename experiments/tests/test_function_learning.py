@@ -10,6 +10,7 @@ import pytest
 
 from experiments.function_learning import learner, mappings, report, run
 from experiments.function_learning.results import Store, identity
+from experiments.rows import read_rows
 from tests.marks import some_slow
 
 SIZES = mappings.Sizes(dim=6, length=11, rank=2, window=4)
@@ -186,7 +187,7 @@ def test_bad_input_is_refused(tmp_path, capsys):
 
 def test_rows_are_where_the_page_of_evidence_reads_them(tmp_path, capsys):
     assert run.parse([]).out == run.HERE
-    assert (run.HERE / "results.jsonl").is_file()
+    assert read_rows(run.HERE / "results.jsonl")
     assert run.parse(["quick"]).out != run.HERE  # short sequences would stand beside those of the results
     with pytest.raises(SystemExit):
         run.parse(["--report", "--out", str(tmp_path)])
