@@ -78,7 +78,7 @@ def evaluate(
     Raises:
       ValueError: there is no token to predict.
     """
-    sums = []
+    sums: list[tuple[jax.Array, jax.Array, jax.Array]] = []
     for batch in itertools.islice(batches, max_batches):
         check.plain_array("evaluate", "batch", batch)  # `put` ignores a mask
         placed = put(batch)  # while the devices compute the batch before

@@ -21,6 +21,7 @@ from atlasjax.mixers.softmax_attention import Source, apart, attention_of_layer,
 C = TypeVar("C", bound="Cache")
 Write = Callable[[jax.Array, jax.Array], jax.Array]
 """(an array of a cache, the tokens to store) → the array with the tokens in it."""
+Expand = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 
 
 class Cache(Protocol):
@@ -85,17 +86,17 @@ def extended(
 
 def read_stored(
     q: Float[Array, "batch time heads key_dim"],
-    k: Float[Array, "batch time kv_heads stored_key_dim"],
-    v: Float[Array, "batch time kv_heads stored_value_dim"],
+    k: Float[Array, "batch time kv_heads latent_dim+shared_dim"],
+    v: Float[Array, "batch time kv_heads latent_dim+shared_dim"],
     cache: C,
-    expand: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
+    expand: Expand,
     *,
     partition: Partition | None = None,
     layer: Int[Array, ""] | int | None = None,
 ) -> tuple[Float[Array, "batch time heads value_dim"], C]:
     """`extended` without a window for keys that are stored in another form than they are read in. q and k are rotated.
 
-    expand: the stored keys [batch, size, kv_heads · stored_key_dim] → keys and values [batch, size, heads, dim] that q reads.
+    expand: the stored keys [batch, size, latent_dim + shared_dim] → keys and values [batch, size, heads, …] that q reads.
     """
     position = cache.position[_place(layer)][:, None] + jnp.arange(q.shape[1])[None]
     piece = _piece(q, q, k, v, cache, position, None, partition, layer)
