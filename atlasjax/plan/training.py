@@ -90,21 +90,34 @@ def suggested_mesh(config: TrainConfig, topology: str) -> MeshConfig:
     target = Topology.parse(topology)
     devices, groups = target.num_devices, target.groups
     batch, accumulation = config.data.batch_size, config.accumulation
-    # `tensor` divides the heads and stays in a slice or host.
-    most = math.gcd(devices // groups, config.model.num_heads)
-    sizes = (n for n in range(1, most + 1) if most % n == 0 and batch % (accumulation * devices // n) == 0)
+    sizes = (n for n in _tensor_sizes(config, target) if batch % (accumulation * devices // n) == 0)
     tensor = next(sizes, None)
     if tensor is None:
-        least = accumulation * devices // most
         raise ValueError(
             f"data.batch_size is {batch} with an accumulation of {accumulation}, which no mesh of {topology} divides; it must be "
-            f"a multiple of {least}, e.g. {-(-batch // least) * least}."
+            f"a multiple of {_least_batch(config, target)}, e.g. {larger_batch(config, topology)}."
         )
     fsdp = 1
     while fsdp < 16 and (devices // tensor) % (2 * fsdp * groups) == 0:  # `data` crosses the slices or hosts
         fsdp *= 2
     expert = math.gcd(config.model.experts.number, fsdp) if config.model.num_expert_layers else 1
     return MeshConfig(data=-1, fsdp=fsdp // expert, tensor=tensor, expert=expert)
+
+
+def larger_batch(config: TrainConfig, topology: str) -> int:
+    """The smallest data.batch_size, not below the run's, that a mesh of the topology divides (`suggested_mesh`)."""
+    least = _least_batch(config, Topology.parse(topology))
+    return -(-config.data.batch_size // least) * least
+
+
+def _tensor_sizes(config: TrainConfig, target: Topology) -> list[int]:
+    """Sizes of `tensor`, which divides the heads and stays in a slice or host."""
+    most = math.gcd(target.num_devices // target.groups, config.model.num_heads)
+    return [n for n in range(1, most + 1) if most % n == 0]
+
+
+def _least_batch(config: TrainConfig, target: Topology) -> int:
+    return config.accumulation * target.num_devices // _tensor_sizes(config, target)[-1]
 
 
 def compile_training(config: TrainConfig, topology: str) -> Plan:

@@ -26,7 +26,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 from atlasjax.data.config import Packing
 from atlasjax.plan import cuda, device_hours, plan_training, suggested_mesh
 from atlasjax.plan.topology import Topology
-from atlasjax.plan.training import UTILIZATION
+from atlasjax.plan.training import UTILIZATION, larger_batch
 from atlasjax.presets import preset_names
 from atlasjax.train import TrainConfig, default_config
 from experiments.rows import Row, append_row, read_rows
@@ -38,9 +38,10 @@ _ABOUT = f"""# Training steps compiled for TPU pods and GPUs
 
 `python experiments/benchmarks/plans.py`: half a million tokens per step in sequences of 4,096 (32,768 at 345m; at 22m 8,192
 tokens in sequences of 256), in microbatches: forward, backward, AdamW and collectives, compiled (for TPUs at the compiler's
-lowest effort). GiB are per device; of a GPU's memory, jax uses {cuda.MEMORY_FRACTION:.0%} by default. Kernels and collectives
-are counted in the program's text, with loop bodies counted once. Copied whole: arrays that the partitioner could reshard only
-by copying them whole to every device. PFLOP: matrix products of one step on all devices, with what is computed again.
+lowest effort). Where no mesh divides a preset's sequences, the next number of sequences that one divides. GiB are per device; of a
+GPU's memory, jax uses {cuda.MEMORY_FRACTION:.0%} by default. Kernels and collectives are counted in the program's text, with loop
+bodies counted once. Copied whole: arrays that the partitioner could reshard only by copying them whole to every device. PFLOP:
+matrix products of one step on all devices, with what is computed again.
 Device-hours: of all devices together for all tokens of the preset's run, at an assumed model FLOPs utilization of
 {UTILIZATION:.0%}. Nothing was run.
 """
@@ -48,9 +49,11 @@ IMPLEMENTATIONS = ("pallas_tpu", "pallas_gpu", "xla")
 
 
 def config(preset: str, topology: str, implementation: str, packing: Packing = "contiguous") -> TrainConfig:
-    """A preset's training run with one implementation of its memories, on the mesh that `atlasjax info` suggests."""
+    """A preset's training run with one implementation of its memories, on the mesh that `atlasjax info` suggests, and with a larger
+    batch if no mesh divides the preset's."""
     run = default_config(preset)
-    run = dataclasses.replace(run, data=dataclasses.replace(run.data, packing=packing))
+    data = dataclasses.replace(run.data, packing=packing, batch_size=larger_batch(run, topology))
+    run = dataclasses.replace(run, data=data)
     memory = dataclasses.replace(run.model.memory, implementation=implementation)
     run = dataclasses.replace(run, model=dataclasses.replace(run.model, memory=memory))
     return dataclasses.replace(run, mesh=suggested_mesh(run, topology))
@@ -65,6 +68,7 @@ def plan(preset: str, topology: str, implementation: str, packing: Packing = "co
         "implementation": implementation,
         "accumulation": run.accumulation,
         "packing": packing,
+        "batch_size": run.data.batch_size,
     }
     compiler = "jax-cuda13-plugin" if on_gpus(topology) else "libtpu"
     row |= {name: importlib.metadata.version(name) for name in ("jax", compiler)}
@@ -93,14 +97,20 @@ def table(rows: list[Row]) -> str:
     """The last row of each plan as a Markdown page."""
     page = [
         _ABOUT,
-        "| preset | devices | memories | microbatches | mesh data × fsdp × tensor | state and batch | temporary | total | of | "
-        "fits | PFLOP | device-hours | kernels | all-gather, all-reduce, reduce-scatter, all-to-all, permute | copied whole |",
+        "| preset | devices | memories | microbatches | mesh data × fsdp (× expert) × tensor | state and batch | temporary | "
+        "total | of | fits | PFLOP | device-hours | kernels | all-gather, all-reduce, reduce-scatter, all-to-all, permute | "
+        "copied whole |",
         "|---|---|---|---:|---|---:|---:|---:|---:|---|---:|---:|---:|---|---:|",
     ]  # fmt: skip
     refused = []
     for row in sorted({key(row): row for row in rows}.values(), key=key):
         preset, topology, implementation, packing = key(row)
         name = preset if packing == "contiguous" else f"{preset}, packed documents"
+        usual = default_config(preset).data.batch_size
+        if (
+            row.get("batch_size", usual) != usual
+        ):  # older rows have none, and were refused where no mesh divides the preset's
+            name += f", {row['batch_size']} sequences"
         if "error" in row:
             refused.append(f"- {name}, {topology}, {implementation}: {row['error']}")
             continue
