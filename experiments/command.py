@@ -34,12 +34,18 @@ def options(doc: str | None, results: pathlib.Path) -> argparse.ArgumentParser:
     return made
 
 
-def add_fields(parser: argparse.ArgumentParser, recipe: type, *, without: Collection[str] = ("text",)) -> None:
-    """An option for each field of a recipe but these, with its default. A field whose default is None is an integer."""
+def add_fields(
+    parser: argparse.ArgumentParser, recipe: type, *, without: Collection[str] = ("text",), **told: str
+) -> None:
+    """An option for each field of a recipe but these, with its default. A field whose default is None is an integer.
+
+    told: field → its help.
+    """
     for field in dataclasses.fields(recipe):
         if field.name not in without:
             kind = int if field.default is None else type(field.default)
-            parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, default=field.default)
+            option = f"--{field.name.replace('_', '-')}"
+            parser.add_argument(option, type=kind, default=field.default, help=told.get(field.name))
 
 
 def recipe_of(recipe: Callable[..., R], given: argparse.Namespace, **fields: Any) -> R:

@@ -61,54 +61,30 @@ def _functions() -> dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str
     gate = jnp.zeros(H)
     bank = banks.load(4, block_size=2, blocks=3, cache_dir=None)
     samples = sampling.sampled_reconstruction(4, "uniform", length=8)
+    other_width = ("a rank more", "an axis longer", "an axis shorter")
+    segments = {**heads, "segment_ids": ids}
+    gated, allowed = {**heads, "gate": gate, "segment_ids": ids}, {**width, **optional}
     return {
-        "hippo.compress": (
-            hippo.compress,
-            {"signal": x[0, 0], "order": 3},
-            {"signal": ("a rank more", "an axis longer", "an axis shorter")},
-        ),
+        "hippo.compress": (hippo.compress, {"signal": x[0, 0], "order": 3}, {"signal": other_width}),
         "hippo.compress on": (
-            lambda **c: hippo.compress(x[0, 0], **c),
-            {"coefficients": jnp.zeros((3, D)), "order": 3, "start": 5},
-            {},
+            lambda **c: hippo.compress(x[0, 0], **c), {"coefficients": jnp.zeros((3, D)), "order": 3, "start": 5}, {},
         ),
         "hippo.reconstruct": (
-            lambda **c: hippo.reconstruct(**c, positions=[0.5]),
-            {"coefficients": jnp.zeros((3, D))},
-            {"coefficients": ("a rank more", "an axis longer", "an axis shorter")},
+            lambda **c: hippo.reconstruct(**c, positions=[0.5]), {"coefficients": jnp.zeros((3, D))},
+            {"coefficients": other_width},
         ),
         "hippo.kernel": (hippo.kernel, {"order": 3, "start": 2, "stop": 5}, {}),
         "gam.mix": (_gam, _gam_arguments(x), {"state": ("None",), "segment_ids": ("None",)}),
         "gam.associative_read": (
-            gam.associative_read,
-            {"x": x[0, 0], "memory": jnp.ones((5, D))},
-            {"x": ("a rank more", "a rank less", "empty")},
+            gam.associative_read, {"x": x[0, 0], "memory": jnp.ones((5, D))}, {"x": ("a rank more", "a rank less", "empty")},
         ),
         "gam.init_state": (
-            functools.partial(gam.init_state, dtype=jnp.float32),
-            {"batch_size": 2, "width": 3, "dim": 4},
-            {},
+            functools.partial(gam.init_state, dtype=jnp.float32), {"batch_size": 2, "width": 3, "dim": 4}, {},
         ),
-        "attention.attention": (
-            attention.attention,
-            {**heads, "segment_ids": ids, "window": 3},
-            {**width, **optional, "window": ("None",)},
-        ),
-        "infini.attention": (
-            lambda **c: infini.attention(**c, **blocks),
-            {**heads, "gate": gate, "segment_ids": ids},
-            {**width, **optional},
-        ),
-        "memorizing.attention": (
-            lambda **c: memorizing.attention(**c, queue_length=4, **blocks),
-            {**heads, "gate": gate, "segment_ids": ids},
-            {**width, **optional},
-        ),
-        "elastic.attention": (
-            lambda **c: elastic.attention(**c, bank=bank, reconstruction=samples),
-            {**heads, "segment_ids": ids},
-            {**width, **optional},
-        ),
+        "attention.attention": (attention.attention, {**segments, "window": 3}, {**allowed, "window": ("None",)}),
+        "infini.attention": (lambda **c: infini.attention(**c, **blocks), gated, allowed),
+        "memorizing.attention": (lambda **c: memorizing.attention(**c, queue_length=4, **blocks), gated, allowed),
+        "elastic.attention": (lambda **c: elastic.attention(**c, bank=bank, reconstruction=samples), segments, allowed),
         **_model(),
     }  # fmt: skip
 
@@ -137,10 +113,8 @@ def _model() -> dict[str, Any]:
     allowed = ("None", "an axis longer", "an axis shorter", "beyond int32")
     return {
         "LanguageModel": (
-            model,
-            {"tokens": tokens, "segment_ids": tokens},
-            {"tokens": allowed[3:], "segment_ids": ("None",)},
+            model, {"tokens": tokens, "segment_ids": tokens}, {"tokens": allowed[3:], "segment_ids": ("None",)},
         ),
         "extend": (lambda **c: model.extend(**c, cache=cache), {"tokens": tokens}, {"tokens": allowed[1:]}),
         "init_cache": (model.init_cache, {"batch_size": 2, "max_length": 9}, {"max_length": ("None",)}),
-    }
+    }  # fmt: skip

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from experiments.studies.paper import costs
+from experiments.studies.paper import plan_of
 
 SIZE = "760m"
 NAMES = (
@@ -22,12 +22,5 @@ def runs() -> Iterator[tuple[str, str, str]]:
 def plan() -> str:
     """The cost of the runs, in parameters, tokens and FLOPs, and the commands."""
     test = "--tasks perplexity_by_position sliding_window_perplexity --lengths 4k 8k 16k --samples 100"
-    return "\n".join(
-        [
-            *costs(runs()),
-            "On every host of a pod (prepare the text with `atlasjax prepare`; other --seed and --run-dir for more seeds):",
-            *(f"    {command}" for _, _, command in runs()),
-            "Then, for the loss by the position in contexts of one, two and four times those of training, of every run:",
-            f"    atlasjax evaluate --run-dir runs/titans {test}",
-        ]
-    )
+    told = "Then, for the loss by the position in contexts of one, two and four times those of training, of every run:"
+    return plan_of(list(runs()), told, f"    atlasjax evaluate --run-dir runs/titans {test}")

@@ -25,32 +25,15 @@ def small(preset: str) -> ModelConfig:
     inner = config.inner_loop
     if inner is not None:
         inner = dataclasses.replace(inner, periods=tuple(8 * period // inner.chunk for period in inner.periods))
+    tokens = min(2, config.attention.persistent_tokens)
     return dataclasses.replace(
-        config,
-        inner_loop=inner,
-        vocab_size=VOCAB,
-        dim=32,
-        num_layers=2 if len(config.pattern) < 3 else len(config.pattern),
-        num_heads=2,
-        mlp_dim=48,
-        memory=dataclasses.replace(memory, **cut),
-        attention=dataclasses.replace(
-            config.attention,
-            window=7,
-            segment_size=8,
-            persistent_tokens=min(2, config.attention.persistent_tokens),
-        ),
-        ssm=SSMConfig(state_dim=8, head_dim=16),
+        config, inner_loop=inner, vocab_size=VOCAB, dim=32, num_heads=2, mlp_dim=48, dropout=0.0, remat=False,
+        num_layers=2 if len(config.pattern) < 3 else len(config.pattern), memory=dataclasses.replace(memory, **cut),
+        attention=dataclasses.replace(config.attention, window=7, segment_size=8, persistent_tokens=tokens),
+        ssm=SSMConfig(state_dim=8, head_dim=16), max_positions=config.max_positions and LONGEST,
         elastic=dataclasses.replace(config.elastic, order=6, samples=5, block_size=8, context=48),
-        block_attention=nn.BlockAttentionConfig(8),
-        block_recurrence=nn.BlockRecurrenceConfig(8),
-        memorizing=nn.MemorizingConfig(6, 8),
-        infini=nn.InfiniConfig(8),
-        melodi=nn.MelodiConfig(6, 8),
+        block_attention=nn.BlockAttentionConfig(8), block_recurrence=nn.BlockRecurrenceConfig(8),
+        memorizing=nn.MemorizingConfig(6, 8), infini=nn.InfiniConfig(8), melodi=nn.MelodiConfig(6, 8),
         self_modifying=dataclasses.replace(config.self_modifying, chunk_size=8),
-        lact=dataclasses.replace(config.lact, chunk_size=8, rank=2),
-        gam=dataclasses.replace(config.gam, slots=16),
-        max_positions=config.max_positions and LONGEST,
-        dropout=0.0,
-        remat=False,
-    )
+        lact=dataclasses.replace(config.lact, chunk_size=8, rank=2), gam=dataclasses.replace(config.gam, slots=16),
+    )  # fmt: skip

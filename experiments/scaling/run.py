@@ -20,7 +20,7 @@ from experiments.language import models
 from experiments.language.measure import Recipe as LanguageRecipe
 from experiments.language.measure import held_out, run_config
 from experiments.language.run import TEXTS_DIR, texts_of
-from experiments.rows import Row, rows_of_recipe
+from experiments.rows import Row, at_least_one, rows_of_recipe
 from experiments.scaling.report import write
 from experiments.studies.measure import sums
 from experiments.zoo import training
@@ -48,9 +48,7 @@ class Recipe:
     tokens: int = 2048
 
     def __post_init__(self) -> None:
-        for name in ("steps", "tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"scaling: {name} must be at least 1, got {getattr(self, name)}.")
+        at_least_one(self, "scaling", ("steps", "tokens"))
         if self.tokens % max(CONTEXTS):
             raise ValueError(f"scaling: tokens must be a multiple of {max(CONTEXTS)}, got {self.tokens}.")
 

@@ -37,13 +37,21 @@ def runs() -> Iterator[tuple[str, str, str]]:
 
 def plan() -> str:
     """The cost of the runs, in parameters, tokens and FLOPs, and a command for each."""
+    test = (
+        "Then, for sampling at test time and corruption, of every run of Elastic Memory and its baselines:",
+        "    python -m experiments.studies.run --run-dir runs/elastic-uniform-1x",
+    )
+    return plan_of(list(runs()), *test)
+
+
+def plan_of(chosen: list[tuple[str, str, str]], *test: str) -> str:
+    """What is printed of the runs of a pod: their cost, their commands, and the lines that say how they are tested."""
     return "\n".join(
         [
-            *costs(runs()),
+            *costs(chosen),
             "On every host of a pod (prepare the texts with `atlasjax prepare`; other --seed and --run-dir for more seeds):",
-            *(f"    {command}" for _, _, command in runs()),
-            "Then, for sampling at test time and corruption, of every run of Elastic Memory and its baselines:",
-            "    python -m experiments.studies.run --run-dir runs/elastic-uniform-1x",
+            *(f"    {command}" for _, _, command in chosen),
+            *test,
         ]
     )
 

@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--only", nargs="+", metavar="MODEL", default=list(MODELS))
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds, counted from 0")
     parser.add_argument("--text", help="a UTF-8 text file; without it the embedded text")
-    command.add_fields(parser, Recipe)
+    command.add_fields(parser, Recipe, eval_batches="batches of held-out text; default: all of it")
     parser.add_argument("--run-dir", type=pathlib.Path, help="train nothing; test this run's elastic memory and print")
     options = parser.parse_args(argv)
     if options.size == "paper":
