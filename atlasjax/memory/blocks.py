@@ -111,8 +111,7 @@ def exact(a: jax.Array, b: jax.Array) -> jax.Array:
 def spread(x: jax.Array, size: int, axis: int) -> jax.Array:
     """`jnp.broadcast_to` of an x with one entry along `axis`, to `size` entries.
 
-    Its derivative is a sum over that axis. XLA's CPU backend is slow at such sums, and fast at adding halves and, for the last
-    axis, at products with ones. So the derivative is computed in these forms.
+    Its derivative, a sum over that axis, adds halves or, for the last axis, is a product with ones: others are slow on CPUs.
     """
     return jnp.broadcast_to(x, (*x.shape[:axis], size, *x.shape[axis:][1:]))
 
@@ -231,13 +230,14 @@ def decay_products(decay: jax.Array) -> tuple[jax.Array, jax.Array]:
 @jax.custom_jvp
 @jax.jit
 def _products_of_scalars(decay: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`decay_products` of [m], by products of 1, 2, 4, … factors."""
+    """`decay_products` of [m], by products of 1, 8, 64, … factors: few loops, so that they compile fast."""
     m, size = decay.shape[0], 1
-    later = np.tri(m, k=-1, dtype=bool)
-    products = jnp.where(later, decay[:, None], 1.0)
+    products = jnp.where(np.tri(m, k=-1, dtype=bool), decay[:, None], 1.0)
     while size < m:
-        products = products * before(products, 1.0, size)
-        size *= 2
+        starts = range(0, min(8 * size, m), size)
+        padded = jnp.pad(products, ((starts[-1], 0), (0, 0)), constant_values=1.0)
+        products = functools.reduce(jnp.multiply, (jax.lax.slice_in_dim(padded, i, i + m) for i in starts))
+        size *= 8
     pairwise = jnp.where(np.tri(m, dtype=bool), products, 0.0)
     return pairwise[:, 0] * decay[0], pairwise
 

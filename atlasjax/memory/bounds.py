@@ -61,6 +61,9 @@ from atlasjax.memory.blocks import (
 # Keeps a small error from making a step large. Errors below √1e-4 of their targets are not corrected for the chunk's earlier
 # writes, so a chunk of large steps and equal keys ends that far from its target. With 1e-2 that was a tenth of the target.
 _SOFTENING = 1e-4
+# A weight within its norm is scaled to a norm of at most this before squares are summed: weights up to 2^111 times larger do not
+# overflow, and those of 2^-15 times that norm still count.
+_FAR = 2.0**-48
 # How many times momentum may add a token's write to the memory. Less follows long momentum less; more limits each write more.
 HORIZON = 32.0
 
@@ -206,12 +209,11 @@ def within_norm(weight_norm: float, memory: dict[str, jax.Array]) -> dict[str, j
 
 
 def _norm_parts(most: float, w: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """W / (its largest entry), of which a square cannot overflow; that matrix's norm, ≥ 1; min(1, most / ‖W‖)."""
-    largest = jax.lax.stop_gradient(jnp.max(jnp.abs(w), axis=(-2, -1), keepdims=True))  # no result depends on it
-    safe = jnp.where(divisible(largest), largest, 1.0)
-    unit = w / safe
-    norm = jnp.maximum(jnp.sqrt(inner(unit, unit)), 1.0)
-    return unit, norm, jnp.minimum(most / norm / safe, 1.0)
+    """W so small that no square overflows; that matrix's squared norm, not 0; min(1, most / ‖W‖)."""
+    far = _FAR if most < 2.0**64 else 1.0
+    small = w * (far / most)
+    square = jnp.maximum(inner(small, small), jnp.finfo(w.dtype).tiny)
+    return small, square, jnp.minimum(far / jnp.sqrt(square), 1.0)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -225,6 +227,6 @@ def _scaled_back(most: float, w: jax.Array) -> jax.Array:
 def _scaled_back_jvp(most: float, primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
     """The change of a scaled-back matrix has no component along the matrix itself."""
     (w,), (change,) = primals, tangents
-    unit, norm, scale = _norm_parts(most, w)
-    along = jnp.where(scale < 1.0, inner(unit, change) / (norm * norm), 0.0)
-    return scale * w, scale * (change - along * unit)
+    small, square, scale = _norm_parts(most, w)
+    along = jnp.where(scale < 1.0, inner(small, change) / square, 0.0)
+    return scale * w, scale * (change - along * small)

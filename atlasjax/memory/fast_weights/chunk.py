@@ -123,8 +123,11 @@ def gradient_factors(
     v: jax.Array,
     threshold: jax.Array | None,
     dtype: jnp.dtype,
-) -> tuple[dict[str, blocks.Factors], jax.Array, jax.Array]:
-    """For E tokens of one head: ∇ℓ at `weights` as factors of outer products, one pair per weight; M(φ(k)); and ⟨∇ℓ, weights⟩ [E].
+    *,
+    bounded: bool = False,
+) -> tuple[dict[str, blocks.Factors], jax.Array | None, jax.Array]:
+    """For E tokens of one head: ∇ℓ at `weights` as factors of outer products, one pair per weight; if `bounded`,
+    `bounds.toward_target` of their outputs and of outputs of zero, [2, E, value_dim]; and ⟨∇ℓ, weights⟩ [E].
 
     A zero is added to every product W h. The derivative with respect to it is the cotangent of the product, which is the left
     factor; h is the right one. So autodiff covers any structure and objective, in one pass over all tokens.
@@ -132,7 +135,7 @@ def gradient_factors(
     x = rule.features.apply(params.coefficients, k)
     skip = rule.features.degree_one(params.coefficients, k) if rule.structure.residual else None
 
-    def total_loss(zeros: Weights) -> tuple[jax.Array, tuple[Weights, Weights, jax.Array]]:
+    def outputs(zeros: Weights) -> tuple[jax.Array, tuple[Weights, Weights]]:
         inputs: Weights = {}
         products: Weights = {}
 
@@ -144,25 +147,43 @@ def gradient_factors(
 
         out = rule.structure.apply(linear, x, skip, params.norm)
         check_all_applied(rule.structure, weights, inputs)
+        return out, (inputs, products)
+
+    # Under shard_map the zeros must vary over devices like the inputs, otherwise their derivatives would be summed over devices.
+    zeros = {name: jnp.zeros((k.shape[0], w.shape[0]), k.dtype) for name, w in weights.items()}
+    zeros = meshes.vary_like(zeros, weights, k, v)
+    out, pull_back, (inputs, products) = jax.vjp(outputs, zeros, has_aux=True)
+    slope, decreases = _slope(rule, out, v, threshold, bounded)
+    # The loss of a token depends on that token alone, so the gradient of the sum has each token's own in its row.
+    (left,) = pull_back(slope)
+    factors = {name: blocks.Factors(left[name], inputs[name]) for name in weights}
+    return (
+        factors,
+        decreases,
+        sum((blocks.row_sums(left[name] * products[name]) for name in weights), jnp.zeros(k.shape[0], k.dtype)),
+    )
+
+
+def _slope(
+    rule: Differentiated, out: jax.Array, v: jax.Array, threshold: jax.Array | None, bounded: bool
+) -> tuple[jax.Array, jax.Array | None]:
+    """∂ℓ/∂out of E tokens, and the second result of `gradient_factors`."""
+
+    def total_loss(out: jax.Array, v: jax.Array, threshold: jax.Array | None) -> jax.Array:
         loss = rule.limited_objective.loss(out, v, threshold)
         if loss.shape != out.shape[:-1]:
             raise ValueError(
                 f"{type(rule.objective).__name__}.loss returned shape {loss.shape} for outputs {out.shape}; it must be one "
                 f"number for each token, {out.shape[:-1]}."
             )
-        return jnp.sum(loss), (inputs, products, out)
+        return jnp.sum(loss)
 
-    # Under shard_map the zeros must vary over devices like the inputs, otherwise their derivatives would be summed over devices.
-    zeros = {name: jnp.zeros((k.shape[0], w.shape[0]), k.dtype) for name, w in weights.items()}
-    zeros = meshes.vary_like(zeros, weights, k, v)
-    # The loss of a token depends on that token alone, so the gradient of the sum has each token's own in its row.
-    left, (inputs, products, out) = jax.grad(total_loss, has_aux=True)(zeros)
-    factors = {name: blocks.Factors(left[name], inputs[name]) for name in weights}
-    return (
-        factors,
-        out,
-        sum((blocks.row_sums(left[name] * products[name]) for name in weights), jnp.zeros(k.shape[0], k.dtype)),
-    )
+    slope = jax.grad(total_loss)
+    if not bounded:
+        return slope(meshes.vary_like(out, v), v, threshold), None
+    both = meshes.vary_like(jnp.stack([out, jnp.zeros_like(out)]), v)
+    slopes = jax.vmap(slope, in_axes=(0, None, None))(both, v, threshold)
+    return slopes[0], slopes * (both - v)
 
 
 def mix(linear: structures.Linear, soup: Weights, gates: jax.Array, dtype: jnp.dtype) -> structures.Linear:
@@ -220,22 +241,23 @@ def _gradients(
     """The gradients at `origin` of the tokens of `_with_window`, and the slot with the step sizes that are left to its gates."""
     # Newton–Schulz enlarges small singular values, and with them the rounding of products.
     exact = wide_dtype(plan.dtype) if rule.uses_muon else plan.dtype
-    gradients, out, along = gradient_factors(rule, params, rule.weights(origin), k, v, threshold, exact)
-    decrease, losses = None, None
-    if rule.step_bound is not None:
-        decrease = bounds.toward_target(rule.limited_objective, out, v, threshold)
-        empty = bounds.toward_target(rule.limited_objective, jnp.zeros_like(out), v, threshold)
-        total = lambda x: jnp.maximum(blocks.row_sums(x), 0.0)
-        losses = step_sizes.Losses(total(decrease), bounds.softened(total(decrease), total(empty)), along)
+    bounded = rule.step_bound is not None
+    gradients, decreases, along = gradient_factors(
+        rule, params, rule.weights(origin), k, v, threshold, exact, bounded=bounded
+    )
+    losses = None
+    if decreases is not None:
+        decrease, empty = jnp.maximum(blocks.row_sums(decreases), 0.0)
+        losses = step_sizes.Losses(decrease, bounds.softened(decrease, empty), along)
     if not rule.optimizer.per_channel:
         return _Gradients(gradients, gradients, losses, real), slot
     factors, scale = gradients, slot.step_size
     assert scale is not None
-    if rule.step_bound is not None and decrease is not None:
+    if rule.step_bound is not None and decreases is not None:
         (name,) = gradients
         square = jnp.square(gradients[name].left) * jnp.sum(jnp.square(gradients[name].inputs), -1, keepdims=True)
         # The bound of each channel for itself, before it is moved into the factors, where it cannot be told from the gradient.
-        scale = blocks.capped(rule.step_bound, scale, decrease, square)
+        scale = blocks.capped(rule.step_bound, scale, decreases[0], square)
     if not rule.is_sequential:
         # Windows are one token long, so step sizes per row can be moved into the left factors.
         factors = {name: blocks.Factors(scale * left, inputs) for name, (left, inputs) in gradients.items()}
