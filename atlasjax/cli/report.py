@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from atlasjax.data.sources import load_documents
 from atlasjax.data.tokenizers import Tokenizer, make_tokenizer
 from atlasjax.evaluate.ngram import baselines as ngram_baselines
 from atlasjax.generate import generate
+from atlasjax.generate.streams import begin
 from atlasjax.nn import LanguageModel, ModelConfig
 from atlasjax.nn.mixer_check import why_not_decoded
 
@@ -75,6 +76,15 @@ def tokens_that_fit(config: ModelConfig, prompt: np.ndarray, num_tokens: int) ->
         return 0
     longest = config.max_positions
     return num_tokens if longest is None else max(0, min(num_tokens, longest - len(prompt)))
+
+
+def begin_sample(
+    compiles: Callable[..., object], model: LanguageModel, tokenizer: Tokenizer, *, prompt: str, seed: int
+) -> None:
+    """Begins to compile the program of `sample_text`, for a model whose parameters may be shapes."""
+    before = tokenizer.encode(prompt)
+    if num_tokens := tokens_that_fit(model.config, before, _SAMPLE):
+        begin(compiles, model, before[None], num_tokens, seed=seed, vocab_size=tokenizer.vocab_size)
 
 
 def sample_text(model: LanguageModel, tokenizer: Tokenizer, *, prompt: str, seed: int) -> str | None:

@@ -6,19 +6,21 @@ import shlex
 from atlasjax import storage
 from atlasjax.cli.options.generate import GenerateCommand
 from atlasjax.cli.options.train import Request, TrainCommand
-from atlasjax.cli.report import baselines, beginning, sample_text, tokens_that_fit
+from atlasjax.cli.report import baselines, begin_sample, beginning, sample_text, tokens_that_fit
 from atlasjax.cli.tune import offer
 from atlasjax.config_json import to_dict
 from atlasjax.data.tokenizers import vocabulary
 from atlasjax.nn import AttentionConfig, BranchConfig, CachingConfig, MemoryConfig
 from atlasjax.nn.mixers import check_caching
 from atlasjax.presets import TRUNCATION
+from atlasjax.train.ahead import Ahead
 from atlasjax.train.config import HELD_OUT, TrainConfig
 from atlasjax.train.cores import use_cores
 from atlasjax.train.defaults import default_config
 from atlasjax.train.errors import ConfigError, user_errors
 from atlasjax.train.loop import TrainResult, train
-from atlasjax.train.reports.plot import plot_loss
+from atlasjax.train.reports.plot import import_matplotlib, plot_loss
+from atlasjax.train.setup import Setup
 from atlasjax.train.state import merge
 from atlasjax.trusted import own_modules
 
@@ -38,9 +40,16 @@ def run(request: Request) -> None:
         else:
             print(f"{what}; the first one takes a while to compile.", flush=True)
 
+    def meanwhile(setup: Setup, compiling: Ahead) -> None:
+        """Begins what the report at the end needs."""
+        prompt = beginning(setup.train_data, setup.tokenizer)
+        model = merge(setup.graphdef, setup.abstract_state().params)
+        begin_sample(compiling.begin, model, setup.tokenizer, prompt=prompt, seed=config.seed)
+        import_matplotlib()
+
     use_cores(config)  # first, before anything asks jax for its devices
     offer(config, command.preset)
-    result = train(config, on_start=announce)
+    result = train(config, on_start=announce, meanwhile=meanwhile)
     _report(request.preset or storage.path(config.run_dir).name, config, result)
 
 

@@ -2,7 +2,7 @@
 
 import functools
 import numbers
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +60,32 @@ def generate(
     return jnp.concatenate(list(blocks), axis=1)
 
 
+def begin(
+    compiles: Callable[..., object], model: LanguageModel, prompt: Int[np.ndarray, "batch time"], num_tokens: int, *,
+    config: SamplingConfig = SamplingConfig(), seed: int = 0, vocab_size: int | None = None,
+) -> None:  # fmt: skip
+    """Begins to compile the program of `generate` with these arguments, if it is a single one: that of a short prompt.
+
+    Args:
+      compiles: is called with a program and its arguments.
+      model: its parameters may be shapes.
+      prompt, num_tokens, config, seed, vocab_size: as for `generate`.
+    """
+    if _is_short(prompt.shape[1], num_tokens):
+        compiles(_continued, *_arguments(model, prompt, seed), config=config, length=num_tokens, vocab_size=vocab_size)
+
+
+def _is_short(before: int, num_tokens: int) -> bool:
+    return before <= _SHORT_PROMPT and before + num_tokens <= _SHORT_TEXT
+
+
+def _arguments(
+    model: LanguageModel, rows: np.ndarray, seed: int
+) -> tuple[Definition, list[jax.Array], np.ndarray, jax.Array]:
+    """Those of `_continued`."""
+    return *split(model), rows.astype(np.int32), jax.random.key(seed)
+
+
 def stream(
     model: LanguageModel, prompt: ArrayLike | None, num_tokens: int, *, config: SamplingConfig = SamplingConfig(), seed: int = 0,
     block: int = 16, vocab_size: int | None = None, context: Context | None = None, num_samples: int = 1,
@@ -90,9 +116,7 @@ def stream(
 
     def whole() -> Iterator[jax.Array]:
         rows = np.repeat(np.stack(prompts or ()), num_samples, axis=0)
-        definition, params = split(model)
-        options = {"config": config, "length": num_tokens, "vocab_size": vocab_size}
-        yield _continued(definition, params, rows, jax.random.key(seed), **options)
+        yield _continued(*_arguments(model, rows, seed), config=config, length=num_tokens, vocab_size=vocab_size)
 
     def blocks() -> Iterator[jax.Array]:
         start = context if prompts is None else read(model, prompts, context=context, max_length=max_length)
@@ -111,7 +135,7 @@ def stream(
             )  # fmt: skip
             yield tokens
 
-    is_short = len({*lengths}) == 1 and lengths[0] <= _SHORT_PROMPT and max_length <= _SHORT_TEXT
+    is_short = len({*lengths}) == 1 and _is_short(lengths[0], num_tokens)
     # Generators of their own, so that the checks above are made at once.
     return whole() if context is None and block >= num_tokens and is_short else blocks()
 

@@ -55,11 +55,11 @@ class Ahead:
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
 
-    def begin(self, program: jax.stages.Wrapped, *shapes: Any) -> Callable[[], object]:
+    def begin(self, program: jax.stages.Wrapped, *shapes: Any, **options: Any) -> Callable[[], object]:
         """Compiles a program for arguments of these shapes, static ones as they are. What it returns waits for it."""
         if self._thread is None:
             return lambda: None
-        begun = self._thread.submit(lambda: program.trace(*shapes).lower().compile())
+        begun = self._thread.submit(lambda: program.trace(*shapes, **options).lower().compile())
         return lambda: concurrent.futures.wait([begun])
 
     def called(self, program: jax.stages.Wrapped, *shapes: Any) -> Callable[..., Any]:

@@ -71,6 +71,7 @@ def train(
     *,
     on_start: Callable[[int], None] | None = None,
     on_step: Callable[[int], None] | None = None,
+    meanwhile: Callable[[Setup, ahead.Ahead], None] | None = None,
 ) -> TrainResult:
     """Trains until `config.steps` optimizer steps are done. Starts a run or resumes it.
 
@@ -82,6 +83,8 @@ def train(
       on_start: called with the number of steps done before, once the run is known to be sound and before anything is compiled for
         its steps; in the main process only.
       on_step: called with the number of steps done after each step (and after what is saved then is being saved).
+      meanwhile: called while the programs of the steps are compiled, with the parts of the run and what compiles more programs
+        after them; in the main process only, and not if no step is left.
 
     Raises:
       ConfigError: the configuration or the data is wrong, or the folder holds another run; before anything is compiled.
@@ -118,6 +121,8 @@ def train(
         reporter = Reporter(config, setup.mesh, resumed_from, hosts)
         run = _Run(setup, steps, checkpoints, data, reporter, confirm, programs)
         signals.remember()
+        if meanwhile is not None and jax.process_index() == 0 and resumed_from < config.steps:
+            meanwhile(setup, compiling)
         with reporter:
             state = run.steps(state, resumed_from, signals, on_step)
     if jax.process_index() == 0 and reporter.recorded:

@@ -10,6 +10,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
+def import_matplotlib() -> None:
+    """Imports what `plot_loss` needs, which takes a second, and more on a machine where matplotlib looks for fonts first."""
+    import matplotlib.backends.backend_agg
+    import matplotlib.figure  # noqa: F401
+
+
 def plot_loss(
     run_dir: str | storage.AnyPath, title: str = "", references: dict[str, float] | None = None
 ) -> storage.AnyPath:
