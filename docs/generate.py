@@ -26,6 +26,7 @@ TABLES: dict[str, Callable[[], str]] = {
         measured.bench_decoding_large,
         measured.bench_decoding_tpu, measured.bench_softmax_memories, measured.bench_caching, measured.bench_muon,
         measured.bench_compile,
+        measured.bench_commands,
         measured.bench_zoo,
         measured.serving_load, measured.devices_sequence, measured.devices_longest,
         measured.reliability_faults, measured.reliability_packing, measured.packing_models,

@@ -234,7 +234,7 @@ def bench_caching() -> str:
 def bench_compile() -> str:
     """Time to the first result: before → now, and their ratio."""
     lines = []
-    for row in rows(BENCHMARKS / "compile_cpu.jsonl"):
+    for row in _compiled("rules"):
         now, other = row["now"], row["other"]
         pair = lambda name, form, now=now, other=other: f"{other[name]:{form}} → {now[name]:{form}}"
         lines.append(
@@ -248,6 +248,27 @@ def bench_compile() -> str:
         )
     head = ("rule", "tracing, s", "compiling, s", "lines of HLO", "temporary bytes", "time of a run")
     return table(head, lines, right=range(1, 6))
+
+
+def bench_commands() -> str:
+    """Whole commands: before → now, and their ratio."""
+    names = {"wall_s": "wall, s", "processor_s": "processor, s", "first_line_s": "first line of a step, s"}
+    lines = [
+        (
+            f"`{row['name']}`",
+            *(
+                f"{row['other'][name]:.1f} → {row['now'][name]:.1f} ({row['now'][name] / row['other'][name]:.2f})"
+                for name in names
+            ),
+        )
+        for row in _compiled("commands")
+    ]
+    return table(("command", *names.values()), lines, right=range(1, 4))
+
+
+def _compiled(kind: str) -> list[dict[str, Any]]:
+    """The last row of each name."""
+    return list({row["name"]: row for row in rows(BENCHMARKS / "compile_cpu.jsonl") if row["kind"] == kind}.values())
 
 
 def bench_muon() -> str:
