@@ -25,6 +25,7 @@ from pallas_kernels.triangular import solve_column
 
 Weights = dict[str, jax.Array]
 Factors = dict[str, tuple[jax.Array, jax.Array]]
+Solve = Callable[[jax.Array, jax.Array, int, Precision], jax.Array]
 
 SMALLEST = float(jnp.finfo(jnp.float32).tiny) ** 0.5  # of a divisor: the derivative of a quotient divides by its square
 _STRIP = 64  # rows
@@ -174,16 +175,18 @@ def equations(known: System, of: Windowed, heads: int = 1) -> Equations:
     return Equations(jnp.where(row > lane, entries, 0.0), right, capped, root)
 
 
-def steps(of: Equations, solved: jax.Array) -> jax.Array:
-    """The bounded step sizes η', a column, from the solution."""
-    return of.capped * jnp.where(of.root > 0.0, of.root * solved, 1.0)
+def steps(capped: jax.Array, root: jax.Array, solved: jax.Array) -> jax.Array:
+    """The bounded step sizes η', a column, from two columns of the equations and their solution."""
+    return capped * jnp.where(root > 0.0, root * solved, 1.0)
 
 
-def bounded_steps(known: System, of: Windowed, heads: int = 1, precision: Precision = HIGHEST) -> jax.Array:
+def bounded_steps(
+    known: System, of: Windowed, heads: int = 1, precision: Precision = HIGHEST, solve: Solve = solve_column
+) -> jax.Array:
     """The bounded step sizes η', a row [1, P · m]. precision: of the products that solve their system."""
     system = equations(known, of, heads)
-    solved = solve_column(system.lower, system.right, heads, precision)
-    return rows_of_columns(steps(system, solved), heads)
+    solved = solve(system.lower, system.right, heads, precision)
+    return rows_of_columns(steps(system.capped, system.root, solved), heads)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

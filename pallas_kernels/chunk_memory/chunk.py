@@ -22,9 +22,10 @@ import jax.numpy as jnp
 
 from pallas_kernels.arguments import Arrays, Product
 from pallas_kernels.blocks import HIGHEST, Precision, entry, finer, product
-from pallas_kernels.chunk_memory.bound import Windowed, bounded_steps, decrease, system, windowed, within_norm
+from pallas_kernels.chunk_memory.bound import Solve, Windowed, bounded_steps, decrease, system, windowed, within_norm
 from pallas_kernels.chunk_memory.gates import Coefficients, Gates, coefficients, decays, window_matrix
 from pallas_kernels.side_by_side import beside, columns, columns_of, rows_of_columns
+from pallas_kernels.triangular import solve_column
 from pallas_kernels.varying import vary_like
 
 Linear = Callable[[str, jax.Array], jax.Array]
@@ -89,6 +90,7 @@ class MemoryChunk:
       step_bound: how far a token may step (`bound.bounded_steps`). None means that steps are η.
       horizon: H, how many times momentum may add a token's write; θ is at most 1 − 1/H. 1 without momentum.
       norm_bound: maximum of ‖W‖_F / √rows of a weight or momentum at the chunk's start. None means no limit.
+      solve: solves the system of the bounded steps, with the arguments of `triangular.solve_column`.
     """
 
     structure: Structure
@@ -105,6 +107,7 @@ class MemoryChunk:
     threshold: bool = False
     transposed: tuple[str, ...] = ()
     write_gate: bool = False
+    solve: Solve = solve_column
 
     def __call__(self, carry: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
         return self._chunk(carry, xs, lambda of_head: of_head, lambda width, *of_head: self.coefficients(1, *of_head))
@@ -164,7 +167,7 @@ class MemoryChunk:
         if self.step_bound is not None:
             assert of_window is not None
             known = system(self.step_bound, self.horizon, gates, of_gates, heads)
-            step = bounded_steps(known, of_window, heads, precision)
+            step = bounded_steps(known, of_window, heads, precision, self.solve)
         return coefficients(of_gates, step)
 
     def _finish(self, carry: Arrays, q: jax.Array, begun: "_Begun", of_gates: Coefficients) -> tuple[Arrays, Arrays]:

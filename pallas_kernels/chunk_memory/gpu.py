@@ -27,7 +27,7 @@ from pallas_kernels.blocks import entry, product
 from pallas_kernels.chunk_memory.bound import system, within_norm
 from pallas_kernels.chunk_memory.chunk import MemoryChunk, Structure
 from pallas_kernels.chunk_memory.gates import Coefficients, coefficients, decays, window_matrix
-from pallas_kernels.chunk_memory.gpu_bound import MOST_TOKENS, Solved
+from pallas_kernels.chunk_memory.gpu_bound import MOST_TOKENS, Solved, library_solve
 from pallas_kernels.chunk_memory.gpu_cotangents import state_cotangents
 from pallas_kernels.chunk_memory.gpu_states import states
 from pallas_kernels.chunk_memory.gpu_step import Layers, Settings, Tokens, block_tokens, places
@@ -40,7 +40,7 @@ from pallas_kernels.varying import vary_like
 
 Y = TypeVar("Y")  # a tree of arrays
 Limits = tuple[float, ...] | None
-# carry before each chunk, scales, systems, xs, window, marks
+# carry before each chunk and after the last, scales, systems, xs, window, marks
 _Kept = tuple[Arrays, jax.Array | None, Solved | None, Arrays, Arrays, jax.Array | None]
 
 _MOST_CHANNELS = 256  # of keys (with their features) and values; a step holds all channels of its tokens
@@ -142,6 +142,7 @@ def chunk_memory(
     """
     layers = Layers.of(chunk.structure)
     assert layers is not None
+    chunk = dataclasses.replace(chunk, solve=library_solve)
     wanted = [x.shape for x in carry]
 
     def widths(name: str, w: jax.Array) -> tuple[int, int]:
@@ -233,10 +234,11 @@ def _forward(
     restarts: Restarts,
 ) -> tuple[tuple[Arrays, jax.Array], _Kept]:
     tokens = _tokens(chunk, xs, window)
-    before, last, scales, solved = states(Settings(chunk, limits, interpret, xs[0].dtype), carry, tokens, restarts)
+    before, scales, solved = states(Settings(chunk, limits, interpret, xs[0].dtype), carry, tokens, restarts)
     read = lambda state, xs, window: chunk((*state, *window), _wide(xs))[1][0]
     y = _all_chunks(read, before, xs, window)
-    return (last, y), (before, scales, solved, xs, window, None if restarts is None else restarts[0])
+    last, marks = tuple(x[:, -1] for x in before), None if restarts is None else restarts[0]
+    return (last, y), (before, scales, solved, xs, window, marks)
 
 
 def _backward(
@@ -264,21 +266,25 @@ def _backward(
     dstate, *dtokens = _all_chunks(from_reads, before, xs, window, dy)
     tokens = _tokens(chunk, xs, window)
     settings = Settings(chunk, limits, interpret, xs[0].dtype)
-    after, dfirst, dstart = state_cotangents(settings, before, scales, solved, tokens, dstate, dfinal, marks)
+    after, dstart = state_cotangents(settings, before, scales, solved, tokens, dstate, dfinal, marks)
     more = _all_chunks(from_writes, before, xs, window, after)
     dxs, dwindow = jax.tree.map(jnp.add, tuple(dtokens), tuple(more))
-    return dfirst, dxs, dwindow, None if marks is None else (None, dstart)
+    return tuple(x[:, -1] for x in after), dxs, dwindow, None if marks is None else (None, dstart)
 
 
 memory_scan.defvjp(_forward, _backward)
 
 
 def _all_chunks(f: Callable[..., Y], *arrays: Arrays | jax.Array) -> Y:
-    """Applies f to every chunk of every row, with the number of rows at a time limited by memory. Arrays: [rows, chunks, …]."""
+    """Applies f to every chunk of every row, with the number of rows at a time limited by memory. Arrays: [rows, chunks, …].
+
+    Those with one place more are cut here, where a copy has only these rows.
+    """
     state, xs = arrays[:2]
-    numbers = xs[0].shape[1] * xs[0].shape[2] * max(max(x.shape[-2:]) for x in state)
+    count = xs[0].shape[1]
+    numbers = count * xs[0].shape[2] * max(max(x.shape[-2:]) for x in state)
     together = max(1, _TOGETHER // (4 * numbers))
-    over_chunks = jax.vmap(f)
+    over_chunks = lambda *arrays: jax.vmap(f)(*jax.tree.map(lambda x: x[:count], arrays))
     if together >= xs[0].shape[0]:
         return jax.vmap(over_chunks)(*arrays)
     return jax.lax.map(lambda arrays: over_chunks(*arrays), arrays, batch_size=together)

@@ -6,6 +6,7 @@ barrier before the next phase, because it would fill the registers.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypedDict, TypeVar
 
@@ -15,6 +16,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import gpu
 from pallas_kernels.arguments import Index, Slice
+from pallas_kernels.blocks import Precision
 from pallas_kernels.chunk_memory.bound import System, Windowed, equations, steps
 from pallas_kernels.chunk_memory.chunk import MemoryChunk
 from pallas_kernels.chunk_memory.gpu_step import (
@@ -43,6 +45,7 @@ class Solved(TypedDict):
       hidden: h hᵀ, [E, E], of the inputs of the outer weight.
       gram: ⟨∇_i, ∇_j⟩, [E, E].
       lower: L of its `bound.Equations`, [m, m].
+      right, capped, root: their columns, [m].
       solution: theirs, [m].
       columns: the decrease of each token's loss, and ⟨∇_i, M_0⟩ with retention, ⟨∇_i, S_0⟩ with momentum, [n, E].
     """
@@ -51,6 +54,9 @@ class Solved(TypedDict):
     hidden: _Array
     gram: _Array
     lower: _Array
+    right: _Array
+    capped: _Array
+    root: _Array
     solution: _Array
     columns: _Array
 
@@ -66,9 +72,48 @@ def solved(chunk: MemoryChunk, tokens: Tokens) -> Solved:
         "hidden": array(size, size),
         "gram": array(size, size),
         "lower": array(m, m),
+        "right": array(m),
+        "capped": array(m),
+        "root": array(m),
         "solution": array(m),
         "columns": array(columns, size),
     }
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def library_solve(lower: jax.Array, column: jax.Array, heads: int, precision: Precision) -> jax.Array:
+    """`triangular.solve_column` of one head outside of a kernel, by a call of a library.
+
+    Each of its products of halves would be a program, which XLA compiles in many forms on a GPU to find the fastest. jax's own
+    derivative would be a product too.
+    """
+    return _library_forward(lower, column, heads, precision)[0]
+
+
+def _library_forward(
+    lower: jax.Array, column: jax.Array, heads: int, precision: Precision
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    assert heads == 1
+    solved = _triangular(lower, column, transposed=False)
+    return solved, (lower, solved)
+
+
+def _library_backward(
+    heads: int, precision: Precision, kept: tuple[jax.Array, jax.Array], d: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    lower, solved = kept
+    g = _triangular(lower, d, transposed=True)
+    return jnp.tril(-g * solved.T, -1), g
+
+
+library_solve.defvjp(_library_forward, _library_backward)
+
+
+def _triangular(lower: jax.Array, right: jax.Array, *, transposed: bool) -> jax.Array:
+    """(I + L)⁻¹ r, or (I + L)⁻ᵀ r."""
+    return jax.lax.linalg.triangular_solve(
+        lower, right, left_side=True, lower=True, transpose_a=transposed, unit_diagonal=True
+    )
 
 
 def size_of(tokens: Tokens) -> int:
@@ -168,22 +213,27 @@ class BoundedSteps:
 
     def store_equations(self) -> None:
         """The equations of the step sizes."""
-        self.solved["lower"][self.i] = equations(self.known, self.windowed()).lower
+        of = equations(self.known, self.windowed())
+        self.solved["lower"][self.i] = of.lower
+        for name in ("right", "capped", "root"):
+            self.solved[name][self.i] = jnp.sum(getattr(of, name), axis=1)
 
     def store_weights(self) -> None:
         """Solves the equations, and stores the weights of the gradients in the next W and S."""
-        of = equations(self.known, self.windowed())
-        solved = self._substituted(of.right)
-        self.solved["solution"][self.i] = jnp.sum(solved, axis=1)
-        sizes = jnp.sum(steps(of, solved), axis=1)
+        solved = self._substituted(self.solved["right"][self.i])
+        self.solved["solution"][self.i] = solved
+        sizes = self.steps(solved)
         for part in range(1 + self.chunk.momentum):
             weights = -self.at_end(part) * sizes
             for block, target in zip(self.blocks, self.solved["weights"]):
                 target[self.i, part, :] = self.of_tokens(weights[:, None], block)
 
+    def steps(self, solved: jax.Array) -> jax.Array:
+        """The step sizes from the solution, [m] each."""
+        return steps(self.solved["capped"][self.i], self.solved["root"][self.i], solved)
+
     def _substituted(self, right: jax.Array) -> jax.Array:
-        """(I + L)⁻¹ r, a column, a token after another, each with a row of L from memory."""
-        right = jnp.sum(right, axis=1)
+        """(I + L)⁻¹ r, [m], a token after another, each with a row of L from memory."""
         place = jax.lax.iota(jnp.int32, right.shape[0])
 
         def step(t: Index, x: jax.Array) -> jax.Array:
@@ -191,7 +241,7 @@ class BoundedSteps:
             value = jnp.sum(jnp.where(here, right, 0.0) - self.solved["lower"][self.i, t, :] * x, axis=0)
             return jnp.where(here, value, x)
 
-        return jax.lax.fori_loop(0, right.shape[0], step, jnp.zeros_like(right))[:, None]
+        return jax.lax.fori_loop(0, right.shape[0], step, jnp.zeros_like(right))
 
     @property
     def known(self) -> System:

@@ -91,15 +91,13 @@ class StepCotangents(BoundedSteps):
         sizes = jnp.zeros((), jnp.float32)
         for part in range(1 + self.chunk.momentum):
             sizes = sizes - self.at_end(part)[:, None] * self.over_window(self.scratch["of_columns"], part)
-        solved = self.solved["solution"][self.i][:, None]
-        of = equations(self.known, self.windowed())
-        (d,) = jax.vjp(functools.partial(steps, of), solved)[1](sizes)
-        self.scratch["of_solution"][0, :] = jnp.sum(self._substituted_transposed(d), axis=1)
-        self.scratch["of_solution"][1, :] = jnp.sum(sizes, axis=1)
+        sizes = jnp.sum(sizes, axis=1)
+        (d,) = jax.vjp(self.steps, self.solved["solution"][self.i])[1](sizes)
+        self.scratch["of_solution"][0, :] = self._substituted_transposed(d)
+        self.scratch["of_solution"][1, :] = sizes
 
     def _substituted_transposed(self, d: jax.Array) -> jax.Array:
-        """(I + L)⁻ᵀ d, a column, from the last token to the first."""
-        d = jnp.sum(d, axis=1)
+        """(I + L)⁻ᵀ d, [m], from the last token to the first."""
         place = jax.lax.iota(jnp.int32, d.shape[0])
 
         def step(t: Index, rest: jax.Array) -> jax.Array:
@@ -107,7 +105,7 @@ class StepCotangents(BoundedSteps):
             value = jnp.sum(jnp.where(place == last, rest, 0.0), axis=0)
             return rest - value * self.solved["lower"][self.i, last, :]
 
-        return jax.lax.fori_loop(0, d.shape[0], step, d)[:, None]
+        return jax.lax.fori_loop(0, d.shape[0], step, d)
 
     def _system_cotangents(self) -> Windowed:
         """Cotangents of the windowed gradients, with that of the Gram matrix plus its transpose."""
@@ -115,7 +113,7 @@ class StepCotangents(BoundedSteps):
         solved = self.solved["solution"][self.i]
         found = functools.partial(equations, self.known)
         of, pullback = jax.vjp(found, self.windowed())
-        (d,) = jax.vjp(lambda of: steps(of, solved[:, None]), of)[1](sizes)
+        (d,) = jax.vjp(lambda of: steps(of.capped, of.root, solved[:, None]), of)[1](sizes)
         (d,) = pullback(d._replace(lower=-right * solved[None, :], right=right))
         return d._replace(gram=d.gram + d.gram.T)
 

@@ -42,13 +42,12 @@ class _Given(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """Results: G after each chunk and before the first, and the cotangent of `start`.
+    """Results: G after each chunk and, in the last place, before the first, and the cotangent of `start`.
 
     scratch: g = ∇ℓ of W_outer h and d = ∂g/∂outᵀ dg of each block; more: arrays of bounded steps.
     """
 
     after: Any
-    first: Any
     start: Any
     scratch: Any
     more: Any
@@ -63,15 +62,16 @@ def state_cotangents(
     ext: Arrays,
     last: Arrays,
     marks: jax.Array | None,
-) -> tuple[Arrays, Arrays, Arrays]:
-    """G_i = ext_i + (∂ state_{i+1} / ∂ state_i)ᵀ G_{i+1}: G after each chunk, and before the first. Shapes as in `states`.
+) -> tuple[Arrays, Arrays]:
+    """G_i = ext_i + (∂ state_{i+1} / ∂ state_i)ᵀ G_{i+1}: G after each chunk and, in the last place, before the first.
 
-    With marks, also the cotangents of the weights with which segments begin. Nothing passes from a segment to the one before.
+    Shapes as in `states`. With marks, also the cotangents of the weights with which segments begin. Nothing passes from a segment
+    to the one before.
 
     Args:
       settings, tokens: as in `gpu_states.states`.
-      before, kept, of_steps: the results of `gpu_states.states`: the carry before each chunk, with limits the factors after each
-        chunk, and with bounded steps its other results.
+      before, kept, of_steps: the results of `gpu_states.states`: the carries, with limits the factors after each chunk, and with
+        bounded steps its other results.
       ext: cotangents of the carry before each chunk from everything except the next carry.
       last: cotangents of the carry after the last chunk.
       marks: those of the chunks, as in `gpu.memory_scan`, or None.
@@ -90,11 +90,10 @@ def state_cotangents(
     given = _Given(
         named(needed), kept, of_steps, named(ext), named([x[:, None] for x in last]), tokens, marks
     )  # fmt: skip
-    found = _Found(shapes(chunks), shapes(1), {} if marks is None else shapes(1)[0], scratch, more)
+    found = _Found(shapes(chunks + 1), {} if marks is None else shapes(1)[0], scratch, more)
     warps = num_warps(tokens, backward=True)
     found = rows_call(kernel, given, found, "chunk_memory_cotangents", warps=warps, interpret=settings.interpret)
-    first = tuple(x[:, 0] for x in settings.flat(found.first))
-    return settings.flat(found.after), first, tuple(found.start[name][:, 0] for name in chunk.names if found.start)
+    return settings.flat(found.after), tuple(found.start[name][:, 0] for name in chunk.names if found.start)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,9 +170,8 @@ class _Cotangents:
                 new[1][name] += s * later[0][name] + beta * later[1][name]
         for block in of_chunk.blocks:
             of_chunk.add(new, names, block, w, later, j)
-        put = functools.partial(step.store_all, j=j, values=new)
-        pl.when(i > 0)(functools.partial(put, self.found.after, i - 1))
-        pl.when(i == 0)(functools.partial(put, self.found.first, 0))
+        before = jax.lax.rem(i + self.chunks, self.chunks + 1)  # place i − 1, or the last
+        step.store_all(self.found.after, before, j, new)
 
     def through_limit(self, i: Index, at: Index) -> None:
         """The transpose of `limit` in `gpu_states`: removes a cotangent's component along a state that was scaled to its limit."""

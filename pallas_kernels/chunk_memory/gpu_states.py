@@ -45,7 +45,6 @@ class _Found(NamedTuple):
     """Results, as of `states`. scratch: g of each block with bounded steps."""
 
     before: Any
-    last: Any
     kept: Any
     of_steps: Any
     scratch: Any
@@ -53,8 +52,8 @@ class _Found(NamedTuple):
 
 def states(
     settings: Settings, carry: Arrays, tokens: Tokens, restarts: Restarts
-) -> tuple[Arrays, Arrays, jax.Array | None, Solved | None]:
-    """The carry before each chunk, [rows, chunks, out, in] each, and after the last, [rows, out, in]. With limits, also the factors
+) -> tuple[Arrays, jax.Array | None, Solved | None]:
+    """The carry before each chunk and after the last, [rows, chunks + 1, out, in] each. With limits, also the factors
     [rows, chunks, len(carry)] by which the carry was scaled after each chunk so that the next begins within the limits. With
     bounded steps, also what the other kernel needs of them.
 
@@ -69,7 +68,8 @@ def states(
     def kernel(given: Any, found: Any) -> None:
         _States(settings, step, given, found).run()
 
-    shapes = lambda count: named([jax.ShapeDtypeStruct((count, *x.shape[1:]), jnp.float32) for x in carry])
+    # One array for all of them: XLA would compile the loop around a store that depends on the chunk once for each of its outcomes.
+    before = named([jax.ShapeDtypeStruct((chunks + 1, *x.shape[1:]), jnp.float32) for x in carry])
     marks, start = (None, ()) if restarts is None else restarts
     given = _Given(
         named([x[:, None] for x in carry]), tokens, marks, dict(zip(chunk.names, (x[:, None] for x in start)))
@@ -77,11 +77,10 @@ def states(
     kept = None if settings.limits is None else jax.ShapeDtypeStruct((chunks, len(carry)), jnp.float32)
     of_steps = None if chunk.step_bound is None else solved(chunk, tokens)
     scratch = [] if of_steps is None else [jax.ShapeDtypeStruct(v.shape[2:], jnp.float32) for _, v in tokens["blocks"]]
-    found = _Found(shapes(chunks), shapes(1), kept, of_steps, scratch)
+    found = _Found(before, kept, of_steps, scratch)
     warps = num_warps(tokens, backward=False)
     found = rows_call(kernel, given, found, "chunk_memory_states", warps=warps, interpret=settings.interpret)
-    last = settings.flat(found.last)
-    return settings.flat(found.before), tuple(x[:, 0] for x in last), found.kept, found.of_steps
+    return settings.flat(found.before), found.kept, found.of_steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,9 +157,7 @@ class _States:
             for part, weight in zip(new, block.weights):
                 for name in (outer, *inner):
                     part[name] += dot(left[name] * weight, h if name == outer else block.k, 0, 0)
-        put = functools.partial(step.store_all, j=j, values=new)
-        pl.when(i + 1 < self.chunks)(functools.partial(put, before, i + 1))
-        pl.when(i + 1 == self.chunks)(functools.partial(put, self.found.last, 0))
+        step.store_all(before, i + 1, j, new)
 
     def begin_segment(self, i: Index) -> None:
         """Replaces the state after chunk i if the next one begins a segment."""
