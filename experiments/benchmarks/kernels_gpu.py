@@ -5,14 +5,14 @@
     python experiments/benchmarks/kernels_gpu.py --again               # recompile finished ones
 
 Needs `pip install 'atlasjax[cuda-compile]'`. Launches are counted in the compiled program's text, with loop bodies counted once per
-iteration. Temporary bytes are the compiler's.
+iteration. Temporary bytes are the compiler's. Seconds are those of all processors: to trace and compile the call, and to compile a
+kernel by itself.
 """
 
 import argparse
 import json
 import pathlib
 import sys
-import time
 from typing import Any
 
 # When run as a script, Python searches only the folder of this file.
@@ -37,6 +37,10 @@ RULES = {
     "titans, unbounded": lambda: RULES["titans"]().unbounded(),
     "delta_rule": lambda: rules.delta_rule().unbounded(),
     "gated_delta_rule": lambda: rules.gated_delta_rule().unbounded(),
+    "kda": lambda: rules.kda().unbounded(),
+    "gla": lambda: rules.gla(64).unbounded(),
+    "rwkv7": lambda: rules.rwkv7().unbounded(),
+    "rwkv7_one_key": lambda: rules.rwkv7_one_key().unbounded(),
 }
 ENGINES, DIRECTIONS = ("xla", "pallas_gpu"), ("forward", "both")
 
@@ -60,15 +64,20 @@ def measure(name: str, dim: int, engine: str, direction: str) -> dict[str, Any]:
         return memory.scan(rule, params, None, q, k, v, gates, implementation=engine)[0]
 
     loss = lambda *arrays: jnp.sum(call(*arrays).astype(jnp.float32) ** 2)
-    start = time.perf_counter()
-    program = gpu_static.compiled(jax.grad(loss, argnums=tuple(range(5))) if direction == "both" else call, arguments)
+    function = jax.grad(loss, argnums=tuple(range(5))) if direction == "both" else call
+    alone = gpu_static.seconds_alone(function, arguments)
+    start = gpu_static.processor_seconds()
+    program = gpu_static.compiled(function, arguments)
+    took = gpu_static.processor_seconds() - start
     return {
         "case": [name, dim, engine, direction],
         "jax": jax.__version__,
         "launches": launches(program.as_text()),
         "temp_bytes": program.memory_analysis().temp_size_in_bytes,
-        "compile_seconds": round(time.perf_counter() - start, 1),
-        "kernels": [kernel._asdict() for kernel in gpu_static.kernels(program)],
+        "processor_seconds": round(took, 1),
+        "kernels": [
+            kernel._asdict() | {"processor_seconds": alone[kernel.name]} for kernel in gpu_static.kernels(program)
+        ],
     }
 
 
@@ -80,23 +89,29 @@ def table(rows: list[dict[str, Any]]) -> str:
         f"Compiled for an H200 without one, jax {', '.join(sorted({row['jax'] for row in rows}))}: {BATCH} × {HEADS} rows of "
         f"{TIME:,} tokens, bfloat16. Launches are kernels and library calls per call. Nothing was timed.",
         "",
-        "| rule | head dim | | launches, XLA | launches, kernels | GB temporary, XLA | GB temporary, kernels |",
-        "| --- | ---: | --- | ---: | ---: | ---: | ---: |",
+        "| rule | head dim | | launches, XLA | launches, kernels | GB temporary, XLA | GB temporary, kernels | s to compile, XLA | "
+        "s to compile, kernels |",
+        "| --- | ---: | --- |" + " ---: |" * 6,
     ]
     for name, dim, _, direction in (case for case in cases() if case[2] == "xla"):
         pair = [found.get((name, dim, other, direction)) for other in ENGINES]
+        if not any(pair):
+            continue
         numbers = ["" if row is None else f"{row['launches']:,}" for row in pair]
         numbers += ["" if row is None else f"{row['temp_bytes'] / 1e9:.2f}" for row in pair]
+        numbers += ["" if row is None else str(row.get("processor_seconds", "")) for row in pair]
         what = "forward" if direction == "forward" else "forward and backward"
         lines.append(f"| {name} | {dim} | {what} | {' | '.join(numbers)} |")
     lines += [
         "",
-        "| rule | head dim | kernel | registers | bytes spilled | bytes shared | threads |",
-        "| --- | ---: | --- |" + " ---: |" * 4,
+        "| rule | head dim | kernel | registers | bytes spilled | bytes shared | threads | s to compile |",
+        "| --- | ---: | --- |" + " ---: |" * 5,
     ]
     for (name, dim, _, direction), row in found.items():
         for kernel in row["kernels"] if direction == "both" else ():
-            lines.append(f"| {name} | {dim} | " + " | ".join(str(x) for x in kernel.values()) + " |")
+            values = {"processor_seconds": "", **kernel}  # an older row has none
+            order = (*gpu_static.Kernel._fields, "processor_seconds")
+            lines.append(f"| {name} | {dim} | " + " | ".join(str(values[field]) for field in order) + " |")
     return "\n".join(lines) + "\n"
 
 
@@ -112,7 +127,7 @@ def main() -> None:
     for number, case in enumerate(todo, 1):
         print(f"{number}/{len(todo)} {' '.join(map(str, case))}", end=" ", flush=True)
         done[case] = measure(*case)
-        print(f"{done[case]['launches']:,} launches, {done[case]['compile_seconds']} s", flush=True)
+        print(f"{done[case]['launches']:,} launches, {done[case]['processor_seconds']} s", flush=True)
         rows = [done[case] for case in cases() if case in done]
         storage.write_whole(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
         path.with_suffix(".md").write_text(table(rows))
