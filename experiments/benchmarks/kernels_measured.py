@@ -112,8 +112,13 @@ def computed(case: Case, engine: str) -> Case:
     return dataclasses.replace(case, operation="delta_rule") if engine.startswith("attention") else case
 
 
-def compile_only(cases: list[Case], device: Device, known: dict[Any, Row], engines: Collection[str]) -> None:
-    """Checks these engines of the cases and compiles JAX's into its compilation cache. What fails is printed, and left."""
+def compile_only(
+    cases: list[Case], device: Device, known: dict[Any, Row], engines: Collection[str], path: pathlib.Path | None
+) -> None:
+    """Checks these engines of the cases and compiles JAX's into its compilation cache. What fails is printed, and left.
+
+    path: a file to which the seconds of both are appended, or None.
+    """
     import jax
 
     for case in cases:
@@ -132,7 +137,10 @@ def compile_only(cases: list[Case], device: Device, known: dict[Any, Row], engin
                     jax.jit(run).lower(*measured_cases.shapes(of)).compile()
             except Exception as error:  # of a compiler, or of a call that the engine does not support
                 text = f"{type(error).__name__}: {reason_of(error)}"
-            took = f"checked in {checked - started:.1f} s, compiled in {time.perf_counter() - checked:.1f} s"
+            took = {"checked_s": round(checked - started, 1), "compiled_s": round(time.perf_counter() - checked, 1)}
+            row = {"case": dataclasses.asdict(case), "engine": engine, "device": device.name, "jax": device.jax, **took}
+            if path is not None:
+                append_row(path, row | {"result": text})
             print(f"{case.name}, {engine}, {took}: {text}", flush=True)
 
 
@@ -315,6 +323,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no case later than this after the first")
     parser.add_argument("--again", action="store_true", help="measure finished cases again")
     parser.add_argument("--compile", action="store_true", help="only check, and compile into jax's compilation cache")
+    parser.add_argument(
+        "--seconds-out", type=pathlib.Path, help="with --compile, file of lines with the seconds of each"
+    )
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES), help="all by default")
     parser.add_argument("--checks", type=pathlib.Path, help="file of the results of checks, to share them")
     parser.add_argument(
@@ -343,7 +354,7 @@ def main() -> None:
     cases = measured_cases.all_cases(names, options.dims, options.dtype, **sizes, directions=options.directions)
     known = Checks(device, options.checks)
     if options.compile:
-        return compile_only(cases, device, known, options.engines)
+        return compile_only(cases, device, known, options.engines, options.seconds_out)
     words = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
     words += ["--dims", *map(str, options.dims), "--dtype", options.dtype, "--repeats", str(options.repeats)]
     words += ["--only", *options.only] if options.only else []

@@ -18,6 +18,7 @@ OPERATIONS: dict[str, str | None] = {
     "newton_schulz_gram": None,
     "delta_rule": "delta_rule",
     "gated_delta_rule": "delta_rule",
+    "kda": "linear_rule",
     "gla": "linear_rule",
     "rwkv7": "linear_rule",
     "omeganet_bounded": "chunk_memory_bounded",
@@ -40,7 +41,10 @@ ENGINES: dict[str, str | None] = {
     "attention_cudnn": "cuda",
 }
 PLATFORM_NAMES = {"tpu": "a TPU", "cuda": "a CUDA GPU"}
-OTHER_LIBRARIES = {"fla": ("delta_rule", "gated_delta_rule", "ttt_linear"), "titans_pytorch": ("titans",)}
+OTHER_LIBRARIES = {
+    "fla": ("delta_rule", "gated_delta_rule", "kda", "gla", "rwkv7", "ttt_linear"),
+    "titans_pytorch": ("titans",),
+}
 # Rows of other functions with the same purpose and sizes: their numbers cannot be checked against ours.
 OTHER_FUNCTIONS = {
     ("fla", "ttt_linear"): "also learns a bias, and adds the residual after reading",
@@ -136,6 +140,7 @@ def rule(operation: str) -> Any:
     made = {
         "delta_rule": rules.delta_rule,
         "gated_delta_rule": rules.gated_delta_rule,
+        "kda": rules.kda,
         "gla": lambda: rules.gla(CHUNK),
         "rwkv7": rules.rwkv7,
         "omeganet": lambda: rules.omeganet(CHUNK, WINDOW, features=identity),

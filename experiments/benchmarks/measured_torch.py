@@ -9,8 +9,8 @@ from typing import Any
 from experiments.benchmarks.measured_cases import CHUNK, Case, inputs
 
 _PACKAGES = {
-    "fla": (("torch", "fla"), "pip install flash-linear-attention"),
-    "titans_pytorch": (("torch", "titans_pytorch"), "pip install titans-pytorch"),
+    "fla": (("torch", "fla"), "pip install flash-linear-attention==0.6.0"),
+    "titans_pytorch": (("torch", "titans_pytorch"), "pip install titans-pytorch==0.5.5"),
 }
 
 
@@ -92,27 +92,59 @@ def _tensors(case: Case, device: Any) -> tuple[Any, ...]:
 
 
 def _fla(case: Case, device: Any) -> tuple[Any, ...]:
-    import torch
-
     q, k, v, gates, dy = _tensors(case, device)
     leaves = [q, k, v, *gates.values()]
-    step = gates["step_size"]
-    if case.operation == "ttt_linear":
-        from fla.ops.ttt import chunk_ttt_linear
+    call = _CALLS[case.operation]
+    return lambda: call(q, k, v, **gates)[0], leaves, dy
 
-        scale, bias = torch.ones(case.heads, case.dim, device=device), torch.zeros(case.heads, case.dim, device=device)
-        call = lambda: chunk_ttt_linear(
-            q, k, v, scale, bias, step[..., None].to(q.dtype), scale=1.0, chunk_size=16
-        )  # fmt: skip
-    elif case.operation == "gated_delta_rule":
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-        call = lambda: chunk_gated_delta_rule(q, k, v, gates["retention"].log(), step, scale=1.0)
-    else:
-        from fla.ops.delta_rule import chunk_delta_rule
+def _delta_rule(q: Any, k: Any, v: Any, step_size: Any) -> Any:
+    from fla.ops.delta_rule import chunk_delta_rule
 
-        call = lambda: chunk_delta_rule(q, k, v, step.to(q.dtype), scale=1.0)
-    return lambda: call()[0], leaves, dy
+    return chunk_delta_rule(q, k, v, step_size.to(q.dtype), scale=1.0)
+
+
+def _gated_delta_rule(q: Any, k: Any, v: Any, retention: Any, step_size: Any) -> Any:
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    return chunk_gated_delta_rule(q, k, v, retention.log(), step_size, scale=1.0)
+
+
+def _kda(q: Any, k: Any, v: Any, retention: Any, step_size: Any) -> Any:
+    """With tensor cores for all products, which it may use where logarithms of decays are in [−5, 0)."""
+    from fla.ops.kda import chunk_kda
+
+    return chunk_kda(q, k, v, retention.log(), step_size, scale=1.0, safe_gate=True)
+
+
+def _gla(q: Any, k: Any, v: Any, retention: Any, step_size: Any) -> Any:
+    """Its own rule has no step size, which is a factor of the values."""
+    from fla.ops.gla import chunk_gla
+
+    return chunk_gla(q, k, v * step_size[..., None].to(v.dtype), retention.log(), scale=1.0)
+
+
+def _rwkv7(q: Any, k: Any, v: Any, retention: Any, removal_key: Any, removal: Any) -> Any:
+    """As its layer calls it, with that layer's bound on decays. `interop.fla_functions` has its a and b in our terms."""
+    from fla.ops.rwkv7 import chunk_rwkv7
+
+    first, second = -removal_key, removal_key * removal
+    bound = {"safe_gate": True, "lower_bound": -0.6065306597126334, "chunk_size": 64}
+    return chunk_rwkv7(q, retention.log(), k, v, first.to(q.dtype), second.to(q.dtype), scale=1.0, **bound)
+
+
+def _ttt_linear(q: Any, k: Any, v: Any, step_size: Any) -> Any:
+    import torch
+    from fla.ops.ttt import chunk_ttt_linear
+
+    scale, bias = torch.ones(q.shape[2:], device=q.device), torch.zeros(q.shape[2:], device=q.device)
+    return chunk_ttt_linear(q, k, v, scale, bias, step_size[..., None].to(q.dtype), scale=1.0, chunk_size=16)
+
+
+_CALLS: dict[str, Callable[..., Any]] = {
+    "delta_rule": _delta_rule, "gated_delta_rule": _gated_delta_rule, "kda": _kda, "gla": _gla, "rwkv7": _rwkv7,
+    "ttt_linear": _ttt_linear,
+}  # fmt: skip
 
 
 def _titans(case: Case, device: Any) -> tuple[Any, ...]:

@@ -1,18 +1,23 @@
-"""Checks and times kernels, training steps and commands on an NVIDIA GPU, all in about ten minutes.
+"""Checks and times kernels, training steps and commands on an NVIDIA GPU, in at most eight minutes, the most telling first.
 
+    pip install flash-linear-attention==0.6.0 titans-pytorch==0.5.5         # the other libraries, if they are to be timed
     python experiments/benchmarks/on_gpu.py --out build/gpu                 # `--seconds 1800` for all of it on a slow machine
     JAX_PLATFORMS=cpu python experiments/benchmarks/on_gpu.py --small --out build/gpu     # tries the command itself
 
-It runs in phases, and what a phase lacks when its time is up is left out:
+Parts, in this order. Each has a share of the time that is left, begins nothing that it cannot end, and leaves out what it lacks:
 
-1. machine: the device, versions, and its ceilings, measured: a bfloat16 product of 8,192³ and a large copy.
-2. compile: `kernels_measured.py --compile` and `training_measured.py --compile`, in a few processes at once.
-3. kernels: `kernels_measured.py --record`, alone on the machine, with the programs and checks of phase 2.
-4. training: `training_measured.py`.
-5. commands: `atlasjax tune`, and `atlasjax train` for a few steps.
+| part | what | share |
+| --- | --- | --- |
+| machine | the device, versions, and its measured ceilings: a bfloat16 product of 8,192³ and a large copy | 40 s |
+| kernels | each is checked against its definition, values and gradients; in a few processes, which also compile the rest | 0.4 |
+| times | linear and delta rules, titans, omeganet beside the XLA engine and PyTorch's libraries; d = 64, then 128 | 0.55 |
+| training | steps of titans-340m, with kernels first | 0.6 |
+| tune | `atlasjax tune` | 0.7 |
+| rest | forward passes, and what was not compiled in time | 1 |
 
-Results are copied to `--out` after each phase. Programs, checks and finished rows stay in `--scratch`, from which the same command
-goes on.
+A row is written to `--out` when it is measured, so that a run that is stopped keeps what it has: `machine.json`, `checks.jsonl`
+(errors of each kernel), `compiled.jsonl` (seconds of each check and compilation), `kernels_measured.jsonl`,
+`training_measured.jsonl` and `log.txt`. Programs stay in `--scratch`, from which the same command goes on.
 """
 
 import argparse
@@ -31,15 +36,16 @@ HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 FASTEST = ROOT / "atlasjax/memory/fast_weights/fastest.json"
 # The most telling first: what the presets run.
+LINEAR = ("kda", "gated_delta_rule", "delta_rule", "gla", "rwkv7")  # quick to compile
+BOUNDED = ("titans_bounded", "omeganet_bounded")
 OPERATIONS = (
-    "omeganet_bounded", "titans_bounded", "delta_rule", "gated_delta_rule", "newton_schulz", "newton_schulz_gram", "dla_bounded",
-    "omeganet", "titans", "dla", "atlas",
+    *LINEAR, *BOUNDED, "titans", "omeganet", "newton_schulz", "newton_schulz_gram", "dla_bounded", "dla", "atlas",
 )  # fmt: skip
-QUICK = ("delta_rule", "gated_delta_rule", "newton_schulz", "newton_schulz_gram")  # to compile
-WITHOUT_KERNEL = ("gla", "rwkv7", "ttt_linear")  # on GPUs
+WITHOUT_KERNEL = ("ttt_linear",)
+PARTS = ("machine", "kernels", "times", "training", "tune", "rest")
 DIMS = (64, 128)
 ATTENTION = ("attention", "attention_cudnn")
-PRESET = "titans-170m"
+PRESET = "titans-340m"
 # XLA tunes its products on the one GPU: of 14 processes at once, those of deep memories were not done after 220 s on an H100.
 _MOST_PROCESSES = 5
 
@@ -57,14 +63,14 @@ class Job:
 
 
 class Run:
-    """The phases' processes, their output and the time that is left."""
+    """The parts' processes, their output and the time that is left."""
 
     def __init__(self, out: pathlib.Path, scratch: pathlib.Path, seconds: float, small: bool):
         self.out, self.scratch, self.small, self.shown = out, scratch, small, 10
         self.end = time.monotonic() + seconds
         for folder in (out, scratch / "logs"):
             folder.mkdir(parents=True, exist_ok=True)
-        self.log = (scratch / "log.txt").open("a")
+        self.log = (out / "log.txt").open("a")
         self.environment = os.environ | {
             "PYTHONUNBUFFERED": "1",
             "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
@@ -108,7 +114,6 @@ class Run:
                 stop(process)
         text = path.read_text(errors="replace")
         self.say(f"--- {job.name}: exit {process.returncode}, {time.monotonic() - started:.0f} s\n{text}")
-        self.collect()
 
     def together(self, jobs: Sequence[Job], seconds: float) -> list[str]:
         """Runs processes, a few at once. Returns the operations of those that did not end well."""
@@ -142,16 +147,7 @@ class Run:
         for _, job in waiting:
             self.say(f"--- {job.name}: no time")
         self.say(f"{len(jobs)} processes, {most} at once, took {time.monotonic() - started:.0f} s")
-        self.collect()
         return list(dict.fromkeys(filter(None, bad)))
-
-    def collect(self) -> None:
-        """Copies what there is to `out`."""
-        names = ("log.txt", "machine.json", "checks.jsonl", "kernels_measured.jsonl", "kernels_measured.md")
-        for name in (*names, "training_measured.jsonl", "training_measured.md"):
-            if (self.scratch / name).exists():
-                shutil.copy(self.scratch / name, self.out / name)
-        shutil.copy(FASTEST, self.out / FASTEST.name)
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
@@ -206,28 +202,28 @@ def sizes(small: bool) -> list[str]:
     return ["--tokens", "128", "--batch", "1", "--heads", "2", "--matrices", "2"] if small else []
 
 
-def compilations(scratch: pathlib.Path, small: bool) -> list[Job]:
-    """The processes of the second phase, in the order in which their results are wanted."""
+def compilations(out: pathlib.Path, small: bool) -> list[Job]:
+    """The processes of the part "kernels", in the order in which their results are wanted. Each checks what it compiles first."""
     kernels, training = str(HERE / "kernels_measured.py"), str(HERE / "training_measured.py")
 
-    def job(operation: str, dim: int, *engines: str) -> Job:
-        words = ["--compile", "--checks", str(scratch / "checks.jsonl"), "--only", operation, "--dims", str(dim)]
-        words += ["--directions", "both", *["forward"] * (dim == DIMS[0]), "--engines", *engines, *sizes(small)]
-        return Job((kernels, *words), f"{operation} {dim}" if set(engines) & {"xla", "pallas_gpu"} else engines[-1])
+    def job(operation: str, dim: int, *engines: str, directions: Sequence[str] = ("both",)) -> Job:
+        words = ["--compile", "--checks", str(out / "checks.jsonl"), "--seconds-out", str(out / "compiled.jsonl")]
+        words += ["--only", operation, "--dims", str(dim), "--directions", *directions, "--engines", *engines]
+        whose = f"{operation} {dim}" if set(engines) & {"xla", "pallas_gpu"} else engines[-1]
+        return Job((kernels, *words, *sizes(small)), whose)
 
-    def apart(names: Sequence[str], dim: int) -> list[Job]:
-        return [job(name, dim, engine) for name in names for engine in ("pallas_gpu", "xla")]
-
-    bounded, rest = OPERATIONS[:2], [name for name in OPERATIONS[2:] if name not in QUICK]
-    jobs = apart(bounded, DIMS[0]) + apart(bounded, DIMS[1])
-    for dim in DIMS:
-        jobs += [job(name, dim, "pallas_gpu", "xla") for name in QUICK]
-        jobs += [job("delta_rule", dim, *ATTENTION), *(job(name, dim, "fla") for name in QUICK[:2])]
+    # Kernels first, one process for each of those that take long.
+    jobs = [job(name, DIMS[0], "pallas_gpu") for name in (*BOUNDED, *LINEAR)]
     steps = [Job((training, "--compile", *training_sizes(small), "--only", case)) for case in training_cases(small)]
-    jobs += steps[:6] + apart(rest, DIMS[0])
-    jobs += [Job(("-m", "atlasjax", "tune", *command_sizes(small), "--seconds", "0")), *steps[6:]]
-    jobs += apart(rest, DIMS[1]) + [job(name, DIMS[0], "xla", "fla") for name in WITHOUT_KERNEL]
-    return jobs[4::10] if small else jobs
+    jobs += steps[:1] + [job(name, DIMS[0], "xla", "fla", "titans_pytorch") for name in (*LINEAR, *BOUNDED)]
+    jobs += [job("delta_rule", dim, *ATTENTION) for dim in DIMS]
+    jobs += [job(name, DIMS[1], "pallas_gpu", "xla", "fla") for name in LINEAR]
+    jobs += [job(name, DIMS[1], engine) for name in BOUNDED for engine in ("pallas_gpu", "xla")] + steps[1:2]
+    jobs += [Job(("-m", "atlasjax", "tune", *command_sizes(small), "--seconds", "0"))]
+    rest = [name for name in OPERATIONS if name not in (*LINEAR, *BOUNDED)]
+    jobs += [job(name, DIMS[0], "pallas_gpu", "xla", "titans_pytorch") for name in rest] + steps[2:]
+    jobs += [job(name, DIMS[0], "pallas_gpu", "xla", directions=("forward",)) for name in (*LINEAR, *BOUNDED)]
+    return [steps[0], job("newton_schulz", DIMS[0], "xla")] if small else jobs
 
 
 def training_cases(small: bool) -> list[str]:
@@ -253,10 +249,10 @@ def read_options() -> argparse.Namespace:
     parser.add_argument(
         "--scratch", type=pathlib.Path, default=pathlib.Path("/tmp/atlasjax_gpu"), help="folder to go on from"
     )
-    parser.add_argument("--seconds", type=float, default=570.0, help="of the whole command")
+    parser.add_argument("--seconds", type=float, default=470.0, help="of the whole command")
     parser.add_argument("--small", action="store_true", help="tiny sizes, to try the command")
-    parser.add_argument("--phases", nargs="+", default=["machine", "compile", "kernels", "training", "commands"])
-    parser.add_argument("--machine", type=pathlib.Path, help=argparse.SUPPRESS)  # the process of the first phase
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--machine", type=pathlib.Path, help=argparse.SUPPRESS)  # the process of the first part
     return parser.parse_args()
 
 
@@ -266,52 +262,55 @@ def main() -> None:
         return machine(options.machine, options.small)
     sys.path.insert(0, str(ROOT))
     run = Run(options.out.resolve(), options.scratch.resolve(), options.seconds, options.small)
-    phases, small, scratch = options.phases, options.small, run.scratch
-    if "machine" in phases:
-        run.alone(60, HERE / "on_gpu.py", "--out", run.out, "--machine", scratch / "machine.json", *["--small"] * small)
+    parts, small, out = options.parts, options.small, run.out
+    if "machine" in parts:
+        run.alone(40, HERE / "on_gpu.py", "--out", out, "--machine", out / "machine.json", *["--small"] * small)
     late: list[str] = []
-    if "compile" in phases:
-        late = run.together(compilations(scratch, small), 0.42 * run.left)
-        run.say(f"not compiled, or not to the end: {', '.join(late)}")
-    from experiments.benchmarks.measured_cases import ENGINES
+    if "kernels" in parts:
+        late = run.together(compilations(out, small), 0.4 * run.left)
+        run.say(f"not compiled, or not to the end: {', '.join(late) or 'nothing'}")
+    times = Times(run, late)
+    if "times" in parts:
+        for dim, share in zip(DIMS, (0.3, 0.36)):
+            times.measure(share * run.left, dim, "both", [*LINEAR, *BOUNDED])
+    if "training" in parts:
+        words = ["--out", out / "training_measured.jsonl", *training_sizes(small), "--only", *training_cases(small)]
+        run.alone(0.6 * run.left, HERE / "training_measured.py", *words)
+    if "tune" in parts:
+        run.alone(0.7 * run.left, "-m", "atlasjax", "tune", *command_sizes(small), "--seconds", 1 if small else 20)
+    if "rest" in parts:
+        times.measure(0.4 * run.left, DIMS[0], "forward", [*LINEAR, *BOUNDED])
+        times.measure(0.8 * run.left, DIMS[0], "both", [*OPERATIONS, *WITHOUT_KERNEL])
+        times.record()
+    summary(run)
 
-    kernels = [HERE / "kernels_measured.py", "--out", scratch / "kernels_measured.jsonl", *sizes(small)]
-    kernels += ["--checks", scratch / "checks.jsonl", "--repeats", 1 if small else 7]
 
-    def measure(share: float, dim: int, direction: str, names: Sequence[str]) -> None:
-        seconds = share * run.left
+class Times:
+    """`kernels_measured.py`, for what was compiled in time. late: the operations that were not, and "fla" if it was not."""
+
+    def __init__(self, run: Run, late: Sequence[str]):
+        from experiments.benchmarks.measured_cases import ENGINES
+
+        self.run, self.late = run, late
+        self.words = [HERE / "kernels_measured.py", "--out", run.out / "kernels_measured.jsonl", *sizes(run.small)]
+        self.words += ["--checks", run.out / "checks.jsonl", "--repeats", 1 if run.small else 7]
+        if "fla" in late:  # compiling its many variants would take the time of all others
+            self.words += ["--engines", *(name for name in ENGINES if name != "fla")]
+
+    def measure(self, seconds: float, dim: int, direction: str, names: Sequence[str]) -> None:
+        # A part that failed may break the device for those after it in the same process.
+        names = [name for name in names if f"{name} {dim}" not in self.late]
+        if self.run.small:
+            names = ["newton_schulz"] if dim == DIMS[0] else []
         words = ["--dims", dim, "--directions", direction, "--only", *names, "--seconds", max(1.0, seconds - 20)]
         if names and seconds > 1:
-            run.alone(seconds, *kernels, *words)
+            self.run.alone(seconds, *self.words, *words)
 
-    if "fla" in late:  # compiling its many variants would take the time of all others
-        kernels += ["--engines", *(name for name in ENGINES if name != "fla")]
-    # A part that failed may break the device for those after it in the same process.
-    ready = {dim: [name for name in OPERATIONS if f"{name} {dim}" not in late] for dim in DIMS}
-    if small:
-        ready = {dim: names[2:4] for dim, names in ready.items()}
-    if "kernels" in phases:
-        measure(0.4, DIMS[0], "both", ready[DIMS[0]])
-        measure(0.4, DIMS[1], "both", ready[DIMS[1]])
-    if "training" in phases:
-        words = ["--out", scratch / "training_measured.jsonl", *training_sizes(small), "--only", *training_cases(small)]
-        run.alone(0.6 * run.left, HERE / "training_measured.py", *words)
-    if "kernels" in phases:
-        measure(0.5, DIMS[0], "forward", ready[DIMS[0]])
-        for name in [name for name in late if name.split()[0] in OPERATIONS]:
-            if "commands" not in phases and run.left > 40:
-                measure(1.0, int(name.split()[1]), "both", [name.split()[0]])
-        for dim in DIMS:  # of all that is finished
-            run.alone(30, *kernels, "--dims", dim, "--directions", "both", "--seconds", 0, "--record")
-    if "commands" in phases:
-        run.alone(0.5 * run.left, "-m", "atlasjax", "tune", *command_sizes(small), "--seconds", 1 if small else 10)
-        words = ["--steps", 30, "--eval-every", 0, "--eval-batches", 1, "--checkpoint-every", 0, "--log-every", 5]
-        words += ["--run-dir", scratch / f"run-{time.time():.0f}"]
-        run.alone(run.left, "-m", "atlasjax", "train", *command_sizes(small), *words)
-    if "kernels" in phases and run.left > 40:
-        measure(1.0, DIMS[0], "both", WITHOUT_KERNEL)
-    run.collect()
-    summary(run)
+    def record(self) -> None:
+        """Of all that is finished, the table of the fastest."""
+        for dim in DIMS[: 1 if self.run.small else None]:
+            self.run.alone(20, *self.words, "--dims", dim, "--directions", "both", "--seconds", 0, "--record")
+        shutil.copy(FASTEST, self.run.out / FASTEST.name)
 
 
 def summary(run: Run) -> None:
@@ -320,9 +319,9 @@ def summary(run: Run) -> None:
     from experiments.benchmarks.measured_cases import Case
     from experiments.rows import read_rows
 
-    for line in measured_report.latest(read_rows(run.scratch / "kernels_measured.jsonl")).values():
+    for line in measured_report.latest(read_rows(run.out / "kernels_measured.jsonl")).values():
         print(f"{Case(**line['case']).name}: {measured_report.summary(line['engines'])}")
-    for line in read_rows(run.scratch / "training_measured.jsonl"):
+    for line in read_rows(run.out / "training_measured.jsonl"):
         print({name: x for name, x in line.items() if name not in ("seconds", "sources", "jax", "device")})
     print(
         FASTEST.read_text() if FASTEST.stat().st_size < 4000 else f"{FASTEST.name} has {FASTEST.stat().st_size} bytes"

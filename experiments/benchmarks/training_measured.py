@@ -26,7 +26,7 @@ from experiments.rows import Row, append_row, read_rows
 
 HERE = pathlib.Path(__file__).resolve().parent
 CASES = (
-    "titans-340m/xla", "titans-340m/pallas_gpu", "gated-deltanet-340m/xla", "gated-deltanet-340m/pallas_gpu",
+    "titans-340m/pallas_gpu", "titans-340m/xla", "gated-deltanet-340m/xla", "gated-deltanet-340m/pallas_gpu",
     "transformer++-340m/unfused", "transformer++-340m/fused", "omeganet-340m/xla", "omeganet-340m/pallas_gpu",
 )  # fmt: skip
 

@@ -221,7 +221,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert "2 of 2 cases are in lines.jsonl" in capsys.readouterr().out
     checks = tmp_path / "checks.jsonl"
     run("--checks", str(checks), "--compile", "--directions", "both")
-    assert "xla, checked in" in capsys.readouterr().out
+    assert "xla, {'checked_s': " in capsys.readouterr().out
     (kept,) = [json.loads(text) for text in checks.read_text().splitlines()]
     assert kept["result"]["error"] == found[1]["engines"]["xla"]["error"]
     kept["result"]["error"]["values"] = 0.5
@@ -296,7 +296,18 @@ def test_flash_linear_attention_is_asked_for_our_function(monkeypatch):
     def chunk_gated_delta_rule(q, k, v, g, beta, scale):
         return naive("gated_delta_rule").naive_recurrent_gated_delta_rule(q, k, v, beta, g, scale=scale)
 
-    for function in (chunk_delta_rule, chunk_gated_delta_rule):
+    def chunk_kda(q, k, v, g, beta, scale, safe_gate):
+        return naive("kda").naive_recurrent_kda(q, k, v, g, beta, scale=scale)
+
+    def chunk_gla(q, k, v, g, scale):
+        return naive("gla").naive_recurrent_gla(scale * q.shape[-1] ** 0.5 * q, k, v, g)
+
+    def chunk_rwkv7(r, w, k, v, a, b, scale, lower_bound, **options):
+        assert (lower_bound <= w).all()
+        heads_first = [x.transpose(1, 2) for x in (scale * r.shape[-1] ** 0.5 * r, k, v, a, b, w)]
+        return naive("generalized_delta_rule/dplr").dplr_recurrence(*heads_first)[0].transpose(1, 2), None
+
+    for function in (chunk_delta_rule, chunk_gated_delta_rule, chunk_kda, chunk_gla, chunk_rwkv7):
         name = function.__name__.removeprefix("chunk_")
         monkeypatch.setitem(sys.modules, f"fla.ops.{name}", types.SimpleNamespace(**{function.__name__: function}))
         of = measured_cases.small(case(name))
