@@ -1,9 +1,14 @@
 """A model as the argument of compiled functions, in a form that costs a call nothing."""
 
+import functools
+from typing import NamedTuple
+
 import jax
+import numpy as np
 from flax import nnx
 
 from atlasjax.nn import LanguageModel
+from atlasjax.nn.unrolled import CacheForm, UnrolledModel, faster_unrolled
 
 
 class Definition:
@@ -38,3 +43,39 @@ def split(model: LanguageModel) -> tuple[Definition, list[jax.Array]]:
     graphdef, params = nnx.split(model, nnx.Param)
     leaves, structure = jax.tree.flatten(params)
     return Definition(graphdef, structure), leaves
+
+
+class Decoder(NamedTuple):
+    """A model in the form in which it decodes fastest.
+
+    Attributes:
+      definition, params: of the model in this form (`split`). The parameters share the model's memory.
+      form: of its cache.
+    """
+
+    definition: Definition
+    params: list[jax.Array]
+    form: CacheForm
+
+
+def decoder(model: LanguageModel) -> Decoder:
+    """The decoder of a model."""
+    definition, params = split(model)
+    number = faster_unrolled(model)
+    if number is None:
+        return Decoder(definition, params, CacheForm())
+    unrolled, places = _unrolled(definition, len(params), number)
+    views = {i: np.asarray(params[i]) for i, row in places if row is not None}
+    share = functools.partial(jax.device_put, may_alias=True)
+    own = [params[i] if row is None else share(views[i][row]) for i, row in places]
+    return Decoder(unrolled, own, CacheForm(number))
+
+
+@functools.lru_cache(maxsize=16)  # walking all layers in Python takes longer than a token
+def _unrolled(definition: Definition, count: int, number: int) -> tuple[Definition, list[tuple[int, int | None]]]:
+    """The definition of a model unrolled, and for each parameter which one of the model's `count` it is, and which of its `number`
+    rows, or None if it is the whole one."""
+    # In place of each parameter, the numbers of its rows.
+    marked, marks = split(UnrolledModel(definition.merge(list(np.arange(count * number).reshape(count, number)))))  # type: ignore[arg-type]
+    places = [(int(np.ravel(mark)[0]) // number, None if np.ndim(mark) else int(mark) % number) for mark in marks]
+    return marked, places

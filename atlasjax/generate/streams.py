@@ -12,10 +12,11 @@ from numpy.typing import ArrayLike
 
 from atlasjax import check
 from atlasjax.generate.context import Context, PyTree, copied, read, rows_of
-from atlasjax.generate.definition import Definition, split
+from atlasjax.generate.definition import Definition, decoder, split
 from atlasjax.generate.room import check_room
 from atlasjax.generate.sampling import SamplingConfig, sample
 from atlasjax.nn import LanguageModel
+from atlasjax.nn.unrolled import CacheForm
 
 # Tokens of a prompt, and of a text, up to which the loop that decodes also reads the prompt: a program less to compile.
 _SHORT_PROMPT, _SHORT_TEXT = 16, 512
@@ -123,9 +124,10 @@ def stream(
         assert start is not None
         start = start.with_room(model, max_length)
         start = start.rows(np.repeat(np.arange(len(start.num_tokens)), num_samples))
-        definition, params = split(model)
+        definition, params, form = decoder(model)
         # Donated below, while a context of the caller stays as it is.
         cache = start.cache if prompts is not None else copied(start.cache)
+        cache = _in_form(cache, form) if form != CacheForm() else cache
         logits, seen = start.logits, jnp.asarray(start.seen) if config.penalizes else None
         key = jax.random.key(seed)
         for first in range(0, num_tokens, block):
@@ -138,6 +140,11 @@ def stream(
     is_short = len({*lengths}) == 1 and _is_short(lengths[0], num_tokens)
     # Generators of their own, so that the checks above are made at once.
     return whole() if context is None and block >= num_tokens and is_short else blocks()
+
+
+@functools.partial(jax.jit, static_argnames="form")
+def _in_form(cache: PyTree, form: CacheForm) -> PyTree:
+    return form.of(cache)
 
 
 _Decoded = tuple[jax.Array, PyTree, jax.Array | None]  # logits, cache and the tokens that were seen

@@ -106,15 +106,15 @@ def extend_layer(
     mixer: Mixer,
     x: Float[Array, "batch time dim"],
     states: PyTree,
-    layer: Int[Array, ""],
+    layer: Int[Array, ""] | None,
     first: Float[Array, "batch time ..."] | None = None,
 ) -> tuple[Float[Array, "batch time dim"], PyTree]:
-    """`LayerwiseMixer.extend_layer` of any mixer. first: as for `observe`.
+    """`LayerwiseMixer.extend_layer` of any mixer, or with layer None its `extend`. first: as for `observe`.
 
     Raises:
       ValueError: the state that `extend` returns has another tree structure, shape or dtype than the one before it.
     """
-    if is_layerwise(mixer):
+    if layer is not None and is_layerwise(mixer):
         return mixer.extend_layer(x, states, layer)
     before = take_layer(states, layer)
     y, state = mixer.extend(x, before, **with_first(mixer, first))

@@ -50,9 +50,6 @@ class InnerCache(NamedTuple):
     inner: InnerState
 
 
-_Carry = tuple[jax.Array, PyTree]  # the residual stream, and the states of all layers
-
-
 class LanguageModel(Module):
     """A decoder-only language model: memories that learn at test time (A §5), or other mixers, in a Llama-like block.
 
@@ -227,9 +224,12 @@ class LanguageModel(Module):
         check_sizes("init_cache", batch_size=batch_size)
         check.integer("init_cache", "max_length", max_length, optional=True)
         graphdef, params = nnx.split(self.layers, nnx.Param)
-        cache = jax.vmap(lambda p: nnx.merge(graphdef, p).init_state(batch_size, max_length))(params)
-        if self.inner is not None:
-            cache = InnerCache(cache, self.inner.init_state(batch_size, max_length))
+        states = jax.vmap(lambda p: nnx.merge(graphdef, p).init_state(batch_size, max_length))(params)
+        return self._whole_cache(states, batch_size, max_length)
+
+    def _whole_cache(self, states: PyTree, batch_size: int, max_length: int | None) -> PyTree:
+        """The cache before the first token, with these states of the layers."""
+        cache = states if self.inner is None else InnerCache(states, self.inner.init_state(batch_size, max_length))
         return cache if self.positions is None else PositionedCache(cache, jnp.zeros((1, batch_size), jnp.int32))
 
     def extend(
@@ -277,23 +277,11 @@ class LanguageModel(Module):
 
     def _extend_layers(self, tokens: jax.Array, cache: PyTree, last: bool) -> tuple[jax.Array, PyTree]:
         """`extend` after its checks."""
-        graphdef, params = nnx.split(self.layers, nnx.Param)
-
-        def run(x: jax.Array, states: PyTree) -> tuple[jax.Array, PyTree]:
-            first = first_values(graphdef, params, x, states, None)
-
-            def layer(carry: _Carry, xs: tuple[PyTree, jax.Array]) -> tuple[_Carry, None]:
-                (x, states), (params, i) = carry, xs
-                return nnx.merge(graphdef, params).extend(x, states, i, first), None
-
-            # The states are carried, and not an input and an output of each layer, so that XLA writes them in place.
-            number = jnp.arange(jax.tree.leaves(params)[0].shape[0])
-            return jax.lax.scan(layer, (x, states), (params, number))[0]
 
         def run_all(x: jax.Array, cache: PyTree) -> tuple[jax.Array, PyTree]:
             if self.inner is None:
-                return run(x, cache)
-            x, layers = run(x, cache.layers)
+                return self._extend_stack(x, cache)
+            x, layers = self._extend_stack(x, cache.layers)
             x, inner = self.inner.extend(x, tokens, cache.inner, self._head)
             return x, InnerCache(layers, inner)
 
@@ -305,6 +293,18 @@ class LanguageModel(Module):
             x, layers = run_all(self._embed(tokens, position), cache.layers)
             cache = PositionedCache(layers, cache.position + time)
         return self._head(x[:, -1:] if last else x), cache
+
+    def _extend_stack(self, x: jax.Array, states: PyTree) -> tuple[jax.Array, PyTree]:
+        """The output of the layers, and their next states."""
+        graphdef, params = nnx.split(self.layers, nnx.Param)
+        first = first_values(graphdef, params, x, states, None)
+
+        def layer(carry: tuple[jax.Array, PyTree], xs: PyTree) -> tuple[tuple[jax.Array, PyTree], None]:
+            return nnx.merge(graphdef, xs[0]).extend(*carry, xs[1], first), None
+
+        # The states are carried, and not an input and an output of each layer, so that XLA writes them in place.
+        number = jnp.arange(jax.tree.leaves(params)[0].shape[0])
+        return jax.lax.scan(layer, (x, states), (params, number))[0]
 
     def _parts(self, tokens: jax.Array) -> tuple[nnx.GraphDef, nnx.State] | None:
         """The static definition and the parameters, with which a call outside jit compiles itself.

@@ -96,7 +96,7 @@ class Branch(Module):
         y, norm = observe(self.mixer, x, segment_ids, max_segments)
         return y * self.scale[None, None].astype(y.dtype), norm
 
-    def extend(self, x: jax.Array, states: PyTree, i: jax.Array) -> tuple[jax.Array, PyTree]:
+    def extend(self, x: jax.Array, states: PyTree, i: jax.Array | None) -> tuple[jax.Array, PyTree]:
         """Like `mixers.extend_layer`."""
         y, states = extend_layer(self.mixer, x, states, i)
         return y * self.scale[None, None].astype(y.dtype), states
@@ -159,9 +159,11 @@ class Layer(Module):
         branch = None if self.branch is None else self.branch.mixer.init_state(batch_size, max_length)
         return mixer if mlp is None and branch is None else LayerState(mixer, mlp, branch)
 
-    def extend(self, x: jax.Array, states: PyTree, i: jax.Array, first: jax.Array | None) -> tuple[jax.Array, PyTree]:
-        """The output for the next piece of a sequence, and the next states, those of all layers, of which this is the i-th.
-        `first`: as for `observe`."""
+    def extend(
+        self, x: jax.Array, states: PyTree, i: jax.Array | None, first: jax.Array | None
+    ) -> tuple[jax.Array, PyTree]:
+        """The output for the next piece of a sequence, and the next states, those of all layers, of which this is the i-th. With
+        i None: its own. `first`: as for `observe`."""
         given = states if isinstance(states, LayerState) else LayerState(states, None)
 
         def mix(x: jax.Array) -> tuple[jax.Array, tuple[PyTree, PyTree]]:
@@ -284,8 +286,11 @@ class Pattern(Module):
         """A tuple of the layers' states before the first token."""
         return tuple(layer.init_state(batch_size, max_length) for layer in self._layers())
 
-    def extend(self, x: jax.Array, states: PyTree, i: jax.Array, first: jax.Array | None) -> tuple[jax.Array, PyTree]:
-        """Like `Layer.extend`: the states of each layer of the pattern in all repetitions, of which this is the i-th."""
+    def extend(
+        self, x: jax.Array, states: PyTree, i: jax.Array | None, first: jax.Array | None
+    ) -> tuple[jax.Array, PyTree]:
+        """Like `Layer.extend`: the states of each layer of the pattern in all repetitions, of which this is the i-th, or
+        with i None in this one."""
         after = []
         for layer, before in zip(self._layers(), states, strict=True):
             x, new = layer.extend(x, before, i, first)

@@ -13,9 +13,10 @@ from jaxtyping import PyTree
 
 from atlasjax.generate import Context, RowSampling, sample_rows
 from atlasjax.generate.context import copied, prefill
-from atlasjax.generate.definition import Definition, split
+from atlasjax.generate.definition import Definition, decoder, split
 from atlasjax.generate.room import check_room
 from atlasjax.nn import LanguageModel
+from atlasjax.nn.unrolled import CacheForm
 
 
 class SlotState(NamedTuple):
@@ -23,7 +24,7 @@ class SlotState(NamedTuple):
 
     Attributes:
       logits: of each slot's next token, float32 [slots, vocabulary].
-      cache: as `LanguageModel.extend` returns it, every leaf [repetitions, slots, …].
+      cache: of all slots, in the form in which the model decodes fastest.
       seen: tokens that each text has, bool [slots, vocabulary].
     """
 
@@ -70,8 +71,10 @@ class Slots:
         self._definition, self._params = split(model)
         # All texts lie in one way on the devices, or what a program returns would be compiled for again when it is read.
         self._where = _where(self._params)
+        self._decoder = decoder(model)
         if not isinstance(self._where, NamedSharding):
             self._params = jax.device_put(self._params, self._where)
+            self._decoder = self._decoder._replace(params=jax.device_put(self._decoder.params, self._where))
         # A step takes the first 1, 4, 16, … slots or all, so that few texts cost less, with few programs.
         self._sizes = [*(size for size in (4**i for i in range(16)) if size < number), number]
         check_room(model, ("slots", number), ("room", max_length))
@@ -86,7 +89,7 @@ class Slots:
         self.no_text = Context(cache, logits, np.zeros((1, width), bool), np.zeros(1, np.int32), max_length)
         state = SlotState(
             jnp.zeros((number, width), jnp.float32),
-            model.init_cache(number, max_length),
+            self._decoder.form.of(model.init_cache(number, max_length)),
             jnp.zeros((number, width), bool),
         )
         self._state = jax.device_put(state, self._where)
@@ -113,12 +116,14 @@ class Slots:
 
     def put(self, slot: int, context: Context) -> None:
         """Puts a text into a slot."""
-        self._state = self._placed(_put(self._state, slot, context.logits, context.cache, context.seen))
+        self._state = self._placed(
+            _put(self._decoder.form, self._state, slot, context.logits, context.cache, context.seen)
+        )
 
     def take(self, slot: int, num_tokens: int) -> Context:
         """The text of a slot. num_tokens: how many tokens it has."""
         # A copy: the state is donated to the next step.
-        row = self._placed(_take(self._state, slot))
+        row = self._placed(_take(self._decoder.form, self._state, slot))
         return Context(row.cache, row.logits, np.array(row.seen), np.array([num_tokens], np.int32), self.max_length)
 
     def step(self, inputs: StepInputs) -> np.ndarray:
@@ -126,7 +131,7 @@ class Slots:
 
         Returns the tokens, int32 [slots]. The number must be one of `size_for`, for each is a program.
         """
-        tokens, state = _step(self._definition, self._params, self._state, inputs, vocab_size=self._vocab_size)
+        tokens, state = _step(*self._decoder, self._state, inputs, vocab_size=self._vocab_size)
         self._state = self._placed(state)
         return np.asarray(tokens)
 
@@ -182,27 +187,40 @@ def step_inputs(rows: Sequence[SlotRow]) -> StepInputs:
     )  # fmt: skip
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def _put(state: SlotState, slot: jax.Array, logits: jax.Array, cache: PyTree, seen: jax.Array) -> SlotState:
-    set_row = lambda axis: lambda all_, one: jax.lax.dynamic_update_slice_in_dim(all_, one, slot, axis)
-    return SlotState(
-        set_row(0)(state.logits, logits), jax.tree.map(set_row(1), state.cache, cache), set_row(0)(state.seen, seen)
-    )
+def _set_row(slot: jax.Array | int) -> Callable[[int, jax.Array, jax.Array], jax.Array]:
+    """(axis of the slots, array of all slots, that of some) → the first with those from `slot` on replaced."""
+    return lambda axis, all_, some: jax.lax.dynamic_update_slice_in_dim(all_, some, slot, axis)
 
 
-@jax.jit
-def _take(state: SlotState, slot: jax.Array) -> SlotState:
-    row = lambda axis: lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1, axis)
-    return SlotState(row(0)(state.logits), jax.tree.map(row(1), state.cache), row(0)(state.seen))
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def _put(
+    form: CacheForm, state: SlotState, slot: jax.Array, logits: jax.Array, cache: PyTree, seen: jax.Array
+) -> SlotState:
+    put = _set_row(slot)
+    cache = form.map_rows(put, state.cache, form.of(cache))
+    return SlotState(put(0, state.logits, logits), cache, put(0, state.seen, seen))
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames="vocab_size", donate_argnums=2)
+@functools.partial(jax.jit, static_argnums=0)
+def _take(form: CacheForm, state: SlotState, slot: jax.Array) -> SlotState:
+    row = lambda axis, x: jax.lax.dynamic_slice_in_dim(x, slot, 1, axis)
+    return SlotState(row(0, state.logits), form.back(form.map_rows(row, state.cache)), row(0, state.seen))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2), static_argnames="vocab_size", donate_argnums=3)
 def _step(
-    definition: Definition, params: list[jax.Array], everything: SlotState, inputs: StepInputs, *, vocab_size: int
+    definition: Definition,
+    params: list[jax.Array],
+    form: CacheForm,
+    everything: SlotState,
+    inputs: StepInputs,
+    *,
+    vocab_size: int,
 ) -> tuple[jax.Array, SlotState]:
     """A step of the first slots: as many as `inputs` has."""
     size = len(inputs.forced)
-    cache = jax.tree.map(lambda x: x[:, :size], everything.cache)
+    first = lambda axis, x: jax.lax.slice_in_dim(x, 0, size, axis=axis)
+    cache = form.map_rows(first, everything.cache)
     state = SlotState(everything.logits[:size], cache, everything.seen[:size])
     # A model may have more rows in its table than the tokenizer has tokens.
     known = jnp.arange(state.logits.shape[-1]) < vocab_size
@@ -213,12 +231,9 @@ def _step(
     seen = state.seen.at[jnp.arange(size), tokens].set(True)
     logits, cache = definition.merge(params).extend(tokens[:, None], state.cache)
 
-    def put(axis: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
-        """The new rows before the other slots."""
-        return lambda new, all_: jax.lax.dynamic_update_slice_in_dim(all_, new, 0, axis)
-
+    put = _set_row(0)  # the new rows before the other slots
     return tokens, SlotState(
-        put(0)(logits[:, -1].astype(jnp.float32), everything.logits),
-        jax.tree.map(put(1), cache, everything.cache),
-        put(0)(seen, everything.seen),
+        put(0, everything.logits, logits[:, -1].astype(jnp.float32)),
+        form.map_rows(put, everything.cache, cache),
+        put(0, everything.seen, seen),
     )
