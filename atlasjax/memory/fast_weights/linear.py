@@ -227,12 +227,21 @@ def advance(W: jax.Array, block: Prepared) -> tuple[jax.Array, jax.Array | None]
 
 def read(dtype: jnp.dtype, tokens: LinearTokens, scores: Scored, W: jax.Array, u: jax.Array | None) -> jax.Array:
     """y of the block's queries, [m, value_dim], from W before the block."""
-    y = applied(_times(_from_start_and_to_end(tokens.decay)[0], tokens.query), W, dtype)
+    y = _read_start(_times(_from_start_and_to_end(tokens.decay)[0], tokens.query), W, dtype)
     if scores.written is not None and u is not None:
         y = y + dot(scores.written, u, u.dtype)
     if scores.added is not None and tokens.added is not None:
         y = y + dot(scores.added, tokens.added.value, dtype)
     return y
+
+
+def _read_start(query: jax.Array, W: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """query Wᵀ as `applied`. For one 16-bit token a CPU does not round W: it has no such products, and would write a rounded copy
+    of every memory, which takes longer than all else that the token does with it."""
+    if query.shape[0] > 1 or dtype == W.dtype:
+        return applied(query, W, dtype)
+    wide = lambda query, W: applied(query.astype(dtype), W, wide_dtype(dtype))
+    return jax.lax.platform_dependent(query, W, cpu=wide, default=lambda query, W: applied(query, W, dtype))
 
 
 def _times(decay: jax.Array | None, x: jax.Array) -> jax.Array:
