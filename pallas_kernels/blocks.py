@@ -25,6 +25,11 @@ def finer(precision: Precision) -> Precision:
     return Precision.HIGH if precision == Precision.DEFAULT else HIGHEST
 
 
+def as_tokens(x: jax.Array, precision: Precision) -> jax.Array:
+    """x in the dtype of tokens whose products have this precision (`token_precision`)."""
+    return x.astype(jnp.float32 if precision == HIGHEST else jnp.bfloat16)
+
+
 def iota(size: int, axis: int) -> jax.Array:
     return jax.lax.broadcasted_iota(jnp.int32, (size, size), axis)
 

@@ -4,12 +4,12 @@ With `heads` > 1, the matrices [m, P · m] of P heads lie side by side (`side_by
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.blocks import HIGHEST, Precision, before, entry, halves, product, product_of
+from pallas_kernels.blocks import HIGHEST, Precision, before, entry, halves, product
 from pallas_kernels.layout import LANES
 from pallas_kernels.side_by_side import (
     columns_of,
@@ -17,7 +17,6 @@ from pallas_kernels.side_by_side import (
     head_sums,
     in_tile,
     lanes_at,
-    own,
     place,
     rows_of_columns,
     running_products,
@@ -98,14 +97,22 @@ def unit_lower_inverse(lower: jax.Array, heads: int = 1, precision: Precision = 
     Recursively doubles the block size s: X ← X − X L_s X, where L_s is the part of L between adjacent blocks of s tokens. This uses
     only products of whole matrices, forms no powers of L that could overflow, and is as accurate as substitution.
     """
+    size = lower.shape[0]
+    if lower.shape[1] == LANES and size >= 32:
+        # The halves on the diagonal, side by side as those of twice as many heads: half as many rows.
+        half, second = size // 2, place(lower.shape, 1, heads)[: size // 2] >= size // 2
+        x = unit_lower_inverse(jnp.where(second, lower[half:], lower[:half]), 2 * heads, precision)
+        x = jnp.concatenate([jnp.where(second, 0.0, x), jnp.where(second, x, 0.0)])
+        across = jnp.concatenate([jnp.zeros_like(x[:half]), jnp.where(second, 0.0, lower[half:])])
+        return _merged_by_tiles(x, across, heads, half, precision)
     row, column = place(lower.shape, 0, heads), place(lower.shape, 1, heads)
     x = _inverse_of_fours(lower, row, column)
-    for level in range(2, lower.shape[0].bit_length() - 1):
+    for level in range(2, size.bit_length() - 1):
         # Bit operations, because integer division needs to know the TPU generation.
         same = (row >> (level + 1)) == (column >> (level + 1))
         between = same & ((row >> level) > (column >> level))
         part = jnp.where(between, lower, 0.0)
-        if in_tile(lower.shape[1], heads) and lower.shape[0] >= 16:
+        if in_tile(lower.shape[1], heads) and size >= 16:
             x = _merged_by_tiles(x, part, heads, 1 << level, precision)
         else:
             x = x - times(x, times(part, x, heads, precision), heads, precision)
@@ -207,55 +214,37 @@ def _in_halves(lower: jax.Array, heads: int, precision: Precision) -> _Halves:
     return _Halves(inverse, jnp.where(second, 0.0, lower[half:]), second)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def solve(lower: jax.Array, right: jax.Array, heads: int = 1, precision: Precision = HIGHEST) -> jax.Array:
-    """(I + L)⁻¹ R of each head, [m, P · n], from a strictly lower triangular L [m, P · m] and R [m, P · n].
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def solve(
+    lower: jax.Array,
+    right: jax.Array,
+    inverse: jax.Array,
+    known: jax.Array | None,
+    heads: int = 1,
+    precision: Precision = HIGHEST,
+) -> jax.Array:
+    """(I + L)⁻¹ R of each head, [m, P · n], from a strictly lower triangular L [m, P · m], R [m, P · n] and the inverse of I + L.
 
-    With [[L_1, 0], [A, L_2]] = L, it is U_1 = (I + L_1)⁻¹ R_1, U_2 = (I + L_2)⁻¹ (R_2 − A U_1). So only the halves on the diagonal
-    are inverted, side by side as those of twice as many heads. The derivative is G = (I + L)⁻ᵀ dU for R, and −G Uᵀ for L.
+    The derivative is G = (I + L)⁻ᵀ dU for R, and −G Uᵀ for L. known: the solution if it is known; then it is only differentiated.
     """
-    return _solve_forward(lower, right, heads, precision)[0]
+    return times(inverse, right, heads, precision) if known is None else known
 
 
-def _solve_forward(
-    lower: jax.Array, right: jax.Array, heads: int, precision: Precision
-) -> tuple[jax.Array, tuple[_Halves, jax.Array]]:
-    of, half = _in_halves(lower, heads, precision), lower.shape[0] // 2
-    dot = lambda x, y, place: product_of(x, y, 1, 0, precision, lambda y: _rows_of_half(y, place, heads))
-    first = dot(of.inverse, right[:half], 0)
-    second = dot(of.inverse, right[half:] - dot(of.across, first, 0), 1)
-    solved = jnp.concatenate([first, second])
-    return solved, (of, solved)
+def _solve_forward(lower: jax.Array, right: jax.Array, inverse: jax.Array, *how: Any) -> tuple[jax.Array, Any]:
+    solved = solve(lower, right, inverse, *how)
+    return solved, (inverse, solved)
 
 
-def _solve_backward(
-    heads: int, precision: Precision, kept: tuple[_Halves, jax.Array], d: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    (of, solved), half = kept, d.shape[0] // 2
-    dot = lambda x, y, place: _of_half(product(x, y, 0, 0, precision), place, heads)
-    second = dot(of.inverse, d[half:], 1)
-    first = dot(of.inverse, d[:half] - dot(of.across, second, 0), 0)
-    g = jnp.concatenate([first, second])
-    dlower = times_transposed(g, solved, heads, precision)
-    return jnp.where(place(dlower.shape, 0, heads) > place(dlower.shape, 1, heads), -dlower, 0.0), g
+def _solve_backward(heads: int, precision: Precision, kept: Any, d: jax.Array) -> tuple[jax.Array | None, ...]:
+    inverse, solved = kept
+    g = transposed_times(inverse, d, heads, precision)
+    # Nothing is solved with it, so its errors do not grow.
+    dlower = times_transposed(g, solved, heads, Precision.DEFAULT if precision == Precision.HIGH else precision)
+    below = place(dlower.shape, 0, heads) > place(dlower.shape, 1, heads)
+    return jnp.where(below, -dlower, 0.0), g, None, None
 
 
 solve.defvjp(_solve_forward, _solve_backward)
-
-
-def _rows_of_half(x: jax.Array, half: int, heads: int) -> jax.Array:
-    """[m/2, P · n] → [P · m, P · n]: x in the rows of one half of its head, else zero. The right factor of that half's lanes."""
-    zero = jnp.zeros_like(x)
-    rows = jnp.concatenate([x if i == half else zero for i in range(2)] * heads)
-    return rows if heads == 1 else jnp.where(own(rows.shape, heads), rows, 0.0)
-
-
-def _of_half(x: jax.Array, half: int, heads: int) -> jax.Array:
-    """The transpose of `_rows_of_half`: [P · m, P · n] → [m/2, P · n]."""
-    if heads > 1:
-        x = jnp.where(own(x.shape, heads), x, 0.0)
-    rows = x.shape[0] // (2 * heads)
-    return functools.reduce(jnp.add, (x[i * rows : (i + 1) * rows] for i in range(half, 2 * heads, 2)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))

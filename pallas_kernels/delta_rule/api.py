@@ -10,6 +10,7 @@ from pallas_kernels.chunk_scan import chunk_scan
 from pallas_kernels.delta_rule import gpu, reference
 from pallas_kernels.delta_rule.chunk import DeltaRuleChunk
 from pallas_kernels.layout import Beside, gates_to_chunks
+from pallas_kernels.residuals import Residuals, check_residuals, most_residuals
 
 IMPLEMENTATIONS = ("pallas_tpu", "pallas_gpu", "reference")
 MOST_CHANNELS = 256  # maximum for keys and values
@@ -30,6 +31,7 @@ def delta_rule(
     *,
     chunk_size: int = 64,
     segments: Segments | None = None,
+    residuals: Residuals | None = None,
     implementation: str = "pallas_tpu",
     interpret: Interpret = False,
 ) -> tuple[Float[Array, "batch time heads value_dim"], Float[Array, "batch heads value_dim key_dim"]]:
@@ -44,7 +46,11 @@ def delta_rule(
       chunk_size: tokens per block, a power of two ≥ 8. It does not affect the result.
       segments: packed segments on a grid of chunks of chunk_size tokens, which divides time. Padding needs β = 0 and α = 1. None
         means one segment.
-      implementation: "pallas_tpu" is a kernel that keeps W on chip for the whole sequence and recomputes in its backward pass.
+      residuals: what a forward pass on a TPU keeps of each chunk for the backward pass, beside W before it. "recompute" keeps
+        nothing, "inverse" the inverse of the chunk's system, "all" also what is written. None means the most of them that
+        takes at most 2.5 times the memory of "recompute".
+      implementation: "pallas_tpu" is a kernel that keeps W on chip for the whole sequence and recomputes in its backward pass what
+        was not kept.
         "pallas_gpu" has kernels for single chunks of at most 64 tokens, and between them one that carries W from chunk to chunk and
         stores it before each chunk in device memory. Neither has a forward-mode derivative. "reference" computes token by token.
       interpret: passed to `pallas_call`.
@@ -53,7 +59,7 @@ def delta_rule(
       y [batch, time, heads, value_dim], in q's dtype, and the last W, float32.
 
     Raises:
-      ValueError: wrong shapes or dtypes, or an unknown implementation or chunk size.
+      ValueError: wrong shapes or dtypes, or an unknown implementation, chunk size or `residuals`.
     """
     others = lambda batch, time, heads, key_dim, value_dim: {
         "beta": (beta, (batch, time, heads)),
@@ -61,6 +67,7 @@ def delta_rule(
         "initial": (initial, (batch, heads, value_dim, key_dim)),
     }
     check_rule("delta_rule", q, k, v, others, chunk_size, segments, implementation, IMPLEMENTATIONS)
+    check_residuals("delta_rule", residuals)
     (batch, _, heads, key_dim), value_dim = q.shape, v.shape[-1]
     if initial is None:
         initial = jnp.zeros((batch, heads, value_dim, key_dim), jnp.float32)
@@ -77,7 +84,11 @@ def delta_rule(
     gates = gates_to_chunks([(beta, 0.0)] if decay is None else [(beta, 0.0), (decay, 1.0)], chunk_size)
     beside = Beside.of(heads, chunk_size)
     narrow = q.dtype == jnp.bfloat16 and chunk_size <= 64 and max(key_dim, value_dim) <= 128
-    chunk = DeltaRuleChunk(decay is not None, token_precision(q.dtype), beside.heads)
+    if residuals is None:
+        of_inverse = 4 * chunk_size**2
+        of_all = of_inverse + q.dtype.itemsize * chunk_size * value_dim
+        residuals = most_residuals(4 * key_dim * value_dim, of_inverse, of_all)
+    chunk = DeltaRuleChunk(decay is not None, token_precision(q.dtype), beside.heads, residuals)
     restarts = None
     if segments is not None:
         restarts = segments.marks, (beside.weights(segments.start_of_heads(segments.start)),)

@@ -8,7 +8,7 @@ With A_t = α_1 … α_t, P[t,i] = α_{i+1} … α_t β_i and the memory W_0 bef
     Y = A ⊙ Q W_0ᵀ + (P ∘ Q Kᵀ)_{t≥i} U        W_end = A_end W_0 + Uᵀ diag(P[end, ·]) K
 
 So β and P[end, ·] stay rows, with tokens in lanes, and only A is a column. Decays are products, not quotients, so they are
-exact at α = 0. The system is solved by the inverses of its halves (`solve`). Narrow heads lie side by side (`side_by_side`).
+exact at α = 0. The system's inverse does not depend on the memory. Narrow heads lie side by side (`side_by_side`).
 """
 
 import dataclasses
@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.arguments import Arrays
-from pallas_kernels.blocks import HIGHEST, Precision, entry, finer
-from pallas_kernels.chunk_program import in_turn
+from pallas_kernels.blocks import HIGHEST, Precision, as_tokens, entry, finer
+from pallas_kernels.residuals import Residuals
 from pallas_kernels.side_by_side import (
     lanes_of,
     place,
@@ -29,7 +29,7 @@ from pallas_kernels.side_by_side import (
     weighted_outer,
     widened,
 )
-from pallas_kernels.triangular import decay_products, solve
+from pallas_kernels.triangular import decay_products, solve, unit_lower_inverse
 
 
 class _System(NamedTuple):
@@ -41,6 +41,7 @@ class _System(NamedTuple):
       start: A, [m, P · value_dim], or None without decays.
       whole: A_end, [1, P · key_dim], or None.
       at_end: P[end, ·], [P, m].
+      inverse: of I + lower, [m, P · m].
     """
 
     lower: jax.Array
@@ -48,6 +49,7 @@ class _System(NamedTuple):
     start: jax.Array | None
     whole: jax.Array | None
     at_end: jax.Array
+    inverse: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,27 +59,49 @@ class DeltaRuleChunk:
 
     The rows of the gates are β of each head and, for the gated rule, α of each head. m is a power of two; padding has β = 0 and
     α = 1. `precision` is that of products with q, k, v and W.
+
+    Attributes:
+      gated: whether there is α.
+      residuals: what the forward kernel keeps of a chunk: nothing; "inverse": that of its system; "all": also U.
+      keeps: whether these are further outputs.
+      backward: whether it is the form for the backward kernel, where they are further inputs and not computed again.
     """
 
     gated: bool
     precision: Precision = HIGHEST
     heads: int = 1
+    residuals: Residuals = "recompute"
+    keeps: bool = False
+    backward: bool = False
+
+    @property
+    def ahead(self) -> bool:
+        """Whether several chunks are prepared together."""
+        return True
+
+    @property
+    def keeping(self) -> "DeltaRuleChunk":
+        """The same function for a forward kernel before a backward one."""
+        return dataclasses.replace(self, keeps=self.residuals != "recompute")
+
+    @property
+    def differentiated(self) -> "DeltaRuleChunk":
+        """The same function for the backward kernel."""
+        return dataclasses.replace(self, backward=True)
 
     def __call__(self, carry: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
-        of_memory = self._of_memory(carry, xs)
-        return self._advance(carry, xs, of_memory, self._system(xs))
+        return self.advance(carry, xs, self._system(xs))
 
-    def of_heads(self, carry: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
-        """For several groups of heads. Systems are solved together, because the products of one wait for each other."""
-        of = in_turn(self._system, xs)
-        return jax.vmap(self._advance)(carry, xs, jax.vmap(self._of_memory)(carry, xs), of)
+    def prepare(self, xs: Arrays) -> _System:
+        """For several groups of heads or chunks, whose products do not wait for each other."""
+        return jax.vmap(self._system)(xs)
 
     def _of_memory(self, carry: Arrays, xs: Arrays) -> jax.Array:
         """[K; Q] W_0ᵀ, [2 m, P · value_dim]. Both take the same factor through the matrix unit, here and in `_system`."""
         return times_transposed(jnp.concatenate([xs[1], xs[0]]), carry[0], self.heads, self.precision)
 
     def _system(self, xs: Arrays) -> _System:
-        q, k, v, gates = xs
+        q, k, v, gates, *known = xs
         heads, size = self.heads, q.shape[0]
         key_dim, dim = k.shape[1] // heads, v.shape[1] // heads
         square = size, heads * size
@@ -92,14 +116,20 @@ class DeltaRuleChunk:
             whole = entry(start if key_dim == dim else widened(products, heads, key_dim), size - 1)
             at_end = at_end * rows_of(entry(p, size - 1), heads)
         written = p * lanes_of(gates[:heads])
-        return _System(jnp.where(row > column, kk * written, 0.0), kq * written, start, whole, at_end)
+        lower = jnp.where(row > column, kk * written, 0.0)
+        # `solve` has the derivative by `lower`.
+        inverse = known[0] if known else unit_lower_inverse(jax.lax.stop_gradient(lower), heads, finer(self.precision))
+        return _System(lower, kq * written, start, whole, at_end, inverse)
 
-    def _advance(self, carry: Arrays, xs: Arrays, of_memory: jax.Array, of: _System) -> tuple[Arrays, Arrays]:
-        (w,), (_, k, v, _) = carry, xs
+    def advance(self, carry: Arrays, xs: Arrays, of: _System) -> tuple[Arrays, Arrays]:
+        """A chunk after `prepare`."""
+        (w,), (_, k, v, _, *known) = carry, xs
+        of_memory = self._of_memory(carry, xs)
         heads, size, precision = self.heads, k.shape[0], self.precision
         wk, wq = of_memory[:size], of_memory[size:]
         if of.start is not None and of.whole is not None:
             wk, wq, w = of.start * wk, of.start * wq, of.whole * w
-        u = solve(of.lower, v - wk, heads, finer(precision))
+        u = solve(of.lower, v - wk, of.inverse, known[1] if known[1:] else None, heads, finer(precision))
         y = wq + times(of.upper, u, heads, precision)
-        return (w + weighted_outer(u, k, of.at_end, precision),), (y,)
+        kept = (of.inverse, *([as_tokens(u, precision)] if self.residuals == "all" else []))
+        return (w + weighted_outer(u, k, of.at_end, precision),), (y, *(kept if self.keeps else ()))

@@ -9,13 +9,13 @@ from pallas_kernels.chunk_program import Unroll
 from pallas_kernels.chunk_scan import chunk_scan
 from pallas_kernels.layout import Beside, gates_to_chunks
 from pallas_kernels.linear_rule import reference
-from pallas_kernels.linear_rule.chunk import RESIDUALS, LinearChunk, Residuals
+from pallas_kernels.linear_rule.chunk import LinearChunk
+from pallas_kernels.residuals import Residuals, check_residuals, most_residuals
 
 IMPLEMENTATIONS = ("pallas_tpu", "reference")
 MOST_CHANNELS = 256  # maximum for keys and values
 _MOST_TOGETHER = 8  # groups of heads in one program; the heads of a group lie side by side
 _MOST_LANES = {jnp.dtype(jnp.float32): 512, jnp.dtype(jnp.bfloat16): 1024}  # of all of them
-_MOST_KEPT = 2.5  # bytes for a backward pass, as a multiple of those of W before each chunk
 # Chunks in one program, without and with a removal, whose second one in the backward kernel saves 3% and compiles twice as long.
 _UNROLL, _UNROLL_REMOVAL = Unroll(4, 2), Unroll(2, 1)
 
@@ -54,9 +54,9 @@ def linear_rule(
       chunk_size: tokens per block, a power of two ≥ 8. It does not affect the result.
       segments: packed segments on a grid of chunks of chunk_size tokens, which divides time. Padding needs β = 0 and α = 1. None
         means one segment.
-      residuals: what a forward pass keeps of each chunk with a removal for the backward pass, beside W before it. "recompute" keeps
-        nothing; "inverse" keeps that of the chunk's system and the scores of r; "all" also those of q and what is written. None
-        means the most of them that takes at most 2.5 times the memory of "recompute". Without a removal nothing is kept.
+      residuals: what a forward pass keeps of each chunk for the backward pass, beside W before it. "recompute" keeps nothing;
+        "inverse" keeps that of the chunk's system and the scores of r, if there is a removal; "all" also those of q and what is
+        written. None means the most of them that takes at most 2.5 times the memory of "recompute".
       implementation: "pallas_tpu" is a kernel that keeps W on chip for the whole sequence and recomputes in its backward pass what
         was not kept. It has no forward-mode derivative. "reference" computes token by token.
       interpret: passed to `pallas_call`.
@@ -76,8 +76,7 @@ def linear_rule(
     check_rule("linear_rule", q, k, v, others, chunk_size, segments, implementation, IMPLEMENTATIONS)
     if delta and removal is not None:
         raise ValueError("linear_rule: delta=True removes at k, so removal must be None.")
-    if residuals not in (None, *RESIDUALS):
-        raise ValueError(f"linear_rule: residuals={residuals!r}, must be one of {RESIDUALS} or None.")
+    check_residuals("linear_rule", residuals)
     (batch, time, heads, key_dim), value_dim = q.shape, v.shape[-1]
     if initial is None:
         initial = jnp.zeros((batch, heads, value_dim, key_dim), jnp.float32)
@@ -91,7 +90,8 @@ def linear_rule(
         )
     beside, removes = Beside.of(heads, chunk_size), delta or removal is not None
     if residuals is None:
-        residuals = _most_residuals(key_dim, value_dim, chunk_size, 1 if delta else 2, q.dtype.itemsize)
+        keys = 2 if removal is not None else int(delta)
+        residuals = _most_residuals(key_dim, value_dim, chunk_size, keys, q.dtype.itemsize)
     chunk = LinearChunk(removes, delta, decay_first, token_precision(q.dtype), beside.heads, residuals)
     # Padding keeps the memory. `chunk_scan` would fill it with zeros.
     decay = jnp.pad(decay, ((0, 0), (0, -time % chunk_size), (0, 0), (0, 0)), constant_values=1.0)
@@ -113,12 +113,12 @@ def linear_rule(
 
 
 def _most_residuals(key_dim: int, value_dim: int, size: int, keys: int, width: int) -> Residuals:
-    """The most that with W before a chunk takes at most `_MOST_KEPT` times the bytes of W. width: bytes of a number of a token."""
-    state, scores = 4 * key_dim * value_dim, keys * width * size**2
-    inverse = state + 4 * size**2 + scores
-    if inverse + scores + width * size * value_dim <= _MOST_KEPT * state:
-        return "all"
-    return "inverse" if inverse <= _MOST_KEPT * state else "recompute"
+    """The default. keys: of the removal and, if they are others, of what is written; width: bytes of a number of a token."""
+    state, scores = 4 * key_dim * value_dim, max(keys, 1) * width * size**2
+    if not keys:
+        return most_residuals(state, scores, scores)
+    inverse = 4 * size**2 + scores
+    return most_residuals(state, inverse, inverse + scores + width * size * value_dim)
 
 
 def _padded(x: Float[Array, "batch time heads dim"], time: int) -> Float[Array, "batch time heads dim"]:

@@ -18,28 +18,24 @@ rule has the two terms in one: X = (I + L diag(β))⁻¹ (V − (Ã ⊙ K) W_0�
 
 import dataclasses
 import functools
-from typing import Any, Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels.arguments import Arrays
-from pallas_kernels.blocks import HIGHEST, Precision, finer
+from pallas_kernels.blocks import HIGHEST, Precision, as_tokens, finer
 from pallas_kernels.chunk_program import in_turn
 from pallas_kernels.linear_rule.scores import Decayed, decayed
+from pallas_kernels.residuals import Residuals
 from pallas_kernels.side_by_side import (
     lanes_of,
-    place,
     spread,
     times,
     times_transposed,
     transposed_times,
     weighted_outer,
 )
-from pallas_kernels.triangular import unit_lower_inverse
-
-Residuals = Literal["recompute", "inverse", "all"]
-RESIDUALS: tuple[Residuals, ...] = get_args(Residuals)
+from pallas_kernels.triangular import solve, unit_lower_inverse
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,8 +49,8 @@ class LinearChunk:
       removes: whether there is a removal.
       delta: whether r = s = k.
       decay_first: whether the removal reads the decayed memory.
-      residuals: what the forward kernel keeps of a chunk with a removal: nothing; "inverse": that of its system, and the scores of
-        r; "all": also the scores of q, and X.
+      residuals: what the forward kernel keeps of a chunk: nothing; "inverse": that of its system, and the scores of r, if there is
+        a removal; "all": also the scores of q, and X.
       keeps: whether these are further outputs.
       backward: whether it is the form for the backward kernel, where they are further inputs and not computed again.
     """
@@ -80,7 +76,7 @@ class LinearChunk:
 
     @property
     def _keeps_something(self) -> bool:
-        return self.removes and self.residuals != "recompute"
+        return self.residuals == "all" or (self.removes and self.residuals != "recompute")
 
     @property
     def ahead(self) -> bool:
@@ -104,11 +100,10 @@ class LinearChunk:
     def _parts(self, xs: Arrays) -> "_Inputs":
         q, k, v, decay, *rest = xs
         count = 2 if self.removes and not self.delta else 0
-        known = (
-            _Known.of(tuple(rest[count + 1 :]), 1 if self.delta else 2)
-            if self.backward and self._keeps_something
-            else None
-        )
+        kept, keys = tuple(rest[count + 1 :]), len(rest[:count]) // 2 + 1
+        known = None
+        if self.backward and self._keeps_something:
+            known = _Known.of(kept, keys) if self.removes else _Known(None, (), kept, None)
         return _Inputs(q, k, v, decay, tuple(rest[:count]), rest[count], known)
 
     def _decayed(self, xs: Arrays) -> Decayed:
@@ -127,7 +122,7 @@ class LinearChunk:
         x = self._parts(xs)
         if not self.removes or x.known is not None:
             return None if x.known is None else x.known.inverse
-        lower = jax.lax.stop_gradient(at.scores[1][-1] * lanes_of(x.beta))  # see `_solved`
+        lower = jax.lax.stop_gradient(at.scores[1][-1] * lanes_of(x.beta))  # `solve` has its derivative
         return unit_lower_inverse(lower, self.heads, finer(self.precision))
 
     def advance(self, carry: Arrays, xs: Arrays, prepared: "_Prepared") -> tuple[Arrays, Arrays]:
@@ -137,8 +132,10 @@ class LinearChunk:
         y, w_end = times_transposed(at.queries[0], w, heads, precision), at.whole * w
         if inverse is None:
             # β stays rows, with tokens in lanes.
-            y = y + times(at.scores[0][0] * lanes_of(x.beta), x.v, heads, precision)
-            return (w_end + weighted_outer(x.v, at.keys[0], x.beta, precision),), (y,)
+            (of_queries,) = at.scores[0]
+            y = y + times(of_queries * lanes_of(x.beta), x.v, heads, precision)
+            kept = (as_tokens(of_queries, self.precision),) if self.keeps else ()
+            return (w_end + weighted_outer(x.v, at.keys[0], x.beta, precision),), (y, *kept)
         rate = spread(x.beta, heads, x.v.shape[1] // heads)
         right = times_transposed(at.queries[1], w, heads, precision)
         u, kept = self._after_removal(at, inverse, right, rate, x)
@@ -156,41 +153,15 @@ class LinearChunk:
         *of_keys, of_removal = at.scores[1]
         right = x.v - right if self.delta else -(right + times(of_keys[0], rate * x.v, heads, fine))
         known = None if x.known is None else x.known.solved
-        solved = _solved(of_removal * lanes_of(x.beta), right, inverse, known, heads, fine)
-        short = lambda z: z.astype(jnp.float32 if self.precision == HIGHEST else jnp.bfloat16)
+        solved = solve(of_removal * lanes_of(x.beta), right, inverse, known, heads, fine)
         more = (*at.scores[0], solved) if self.residuals == "all" else ()
-        return rate * solved, (inverse, *map(short, (*at.scores[1], *more)))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _solved(
-    lower: jax.Array, right: jax.Array, inverse: jax.Array, known: jax.Array | None, heads: int, precision: Precision
-) -> jax.Array:
-    """(I + L)⁻¹ R, from the inverse. The derivative is G = (I + L)⁻ᵀ dX for R, and −G Xᵀ for L."""
-    return times(inverse, right, heads, precision) if known is None else known
-
-
-def _solved_forward(lower: jax.Array, right: jax.Array, inverse: jax.Array, *how: Any) -> tuple[jax.Array, Any]:
-    solved = _solved(lower, right, inverse, *how)
-    return solved, (inverse, solved)
-
-
-def _solved_backward(heads: int, precision: Precision, kept: Any, d: jax.Array) -> tuple[jax.Array | None, ...]:
-    inverse, solved = kept
-    g = transposed_times(inverse, d, heads, precision)
-    # Nothing is solved with it, so its errors do not grow.
-    dlower = times_transposed(g, solved, heads, Precision.DEFAULT if precision == Precision.HIGH else precision)
-    below = place(dlower.shape, 0, heads) > place(dlower.shape, 1, heads)
-    return jnp.where(below, -dlower, 0.0), g, None, None
-
-
-_solved.defvjp(_solved_forward, _solved_backward)
+        return rate * solved, (inverse, *(as_tokens(z, self.precision) for z in (*at.scores[1], *more)))
 
 
 class _Known(NamedTuple):
     """The arrays that the forward kernel kept: the inverse, scores of r with each of the keys, and of q, and X."""
 
-    inverse: jax.Array
+    inverse: jax.Array | None
     of_removal: Arrays
     of_queries: Arrays
     solved: jax.Array | None

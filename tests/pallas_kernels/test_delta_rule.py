@@ -9,9 +9,11 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import blocks
+from pallas_kernels.arguments import BEGINS, CONTINUES, EMPTY, Segments
 from pallas_kernels.delta_rule import delta_rule
 from pallas_kernels.delta_rule.state_pass import state_pass
 from pallas_kernels.delta_rule.tiles import Chunks
+from pallas_kernels.residuals import RESIDUALS
 from tests.marks import if_slow, some_slow
 
 KERNELS = ("pallas_tpu", "pallas_gpu")
@@ -91,6 +93,42 @@ def test_values_and_gradients(implementation, shape, chunk_size, gated):
     args = inputs(*shape, gated=gated)
     expected = run(gated, args, implementation="reference")
     close(run(gated, args, implementation=implementation, chunk_size=chunk_size, interpret=True), expected, 2e-5)
+
+
+@pytest.mark.parametrize("residuals", RESIDUALS)
+def test_values_that_are_kept(residuals):
+    args = inputs(1, 37, 2, 8, 16, gated=True)
+    expected = run(True, args, implementation="reference")
+    close(run(True, args, chunk_size=16, interpret=True, residuals=residuals), expected, 2e-6)
+
+
+@pytest.mark.parametrize("residuals", [if_slow("inverse"), "all"])
+def test_values_that_are_kept_in_bfloat16(residuals):
+    args = inputs(1, 40, 2, 16, 16, gated=True, dtype="bfloat16")
+    exact = run(True, [x.astype(jnp.float32) for x in args], implementation="reference")
+    found = run(True, args, chunk_size=16, interpret=True, residuals=residuals)
+    close([x.astype(jnp.float32) for x in found], exact, 2e-2)
+
+
+def test_values_that_are_kept_of_packed_segments():
+    marks = jnp.array([[CONTINUES, BEGINS, CONTINUES, EMPTY], [BEGINS, BEGINS, EMPTY, EMPTY]], jnp.int32)
+    *tokens, initial = inputs(2, 32, 2, 8, 8, gated=True)
+    real = (jnp.arange(32) % 8 < 6)[None] & (jnp.repeat(marks, 8, axis=1) != EMPTY)
+    here = lambda x, otherwise: jnp.where(jnp.expand_dims(real, tuple(range(2, x.ndim))), x, otherwise)
+
+    def loss(args, start, **options):
+        (q, k, v, beta, decay), initial = args
+        segments = Segments(marks, start, real.astype(jnp.float32))
+        gates = here(beta, 0.0), here(decay, 1.0)
+        y, final = delta_rule(q, k, v, *gates, initial, chunk_size=8, segments=segments, **options)
+        return jnp.sum(here(jnp.sin(y), 0.0)) + jnp.sum(jnp.sin(final)), final
+
+    gradients = lambda **options: jax.jit(jax.grad(functools.partial(loss, **options), argnums=(0, 1), has_aux=True))
+    found, expected = (
+        jax.tree.leaves(gradients(**options)((tokens, initial), 0.5 * initial[0]))
+        for options in ({"interpret": True, "residuals": "all"}, {"implementation": "reference"})
+    )
+    close(found, expected, 2e-6)
 
 
 @pytest.mark.parametrize("implementation", KERNELS)
@@ -189,6 +227,7 @@ def test_bad_input():
         (r"initial has shape .*, must be \(1, 2, 4, 4\)", (q, k, v, beta, None, initial[:, :1]), {}),
         ("should all be float32 or all bfloat16", (q, k.astype(jnp.bfloat16), v, beta), {}),
         ("chunk_size=24, must be a power of two", (q, k, v, beta), {"chunk_size": 24}),
+        ("residuals='some', must be one of", (q, k, v, beta), {"residuals": "some"}),
         ("implementation='gpu', must be one of", (q, k, v, beta), {"implementation": "gpu"}),
         ("head dimensions up to 256", (jnp.ones((1, 8, 2, 300)), jnp.ones((1, 8, 2, 300)), v, beta), {}),
     ]:

@@ -13,7 +13,7 @@ from pallas_kernels import blocks
 from pallas_kernels.arguments import BEGINS, CONTINUES, EMPTY, Segments
 from pallas_kernels.layout import matrix_unit
 from pallas_kernels.linear_rule import api, linear_rule
-from pallas_kernels.linear_rule.chunk import RESIDUALS
+from pallas_kernels.residuals import RESIDUALS
 from tests.marks import if_slow, some_slow
 from tests.pallas_kernels.test_delta_rule import close
 
@@ -85,8 +85,10 @@ REMOVALS = pytest.mark.parametrize("rule", ["delta rule", "RWKV-7"])
 KEPT = pytest.mark.parametrize("residuals", ["inverse", "all"])
 
 
-@REMOVALS
-@KEPT
+@pytest.mark.parametrize(
+    ("rule", "residuals"),
+    [("linear attention", "all"), *((rule, kept) for rule in ("delta rule", "RWKV-7") for kept in ("inverse", "all"))],
+)
 def test_values_that_are_kept(rule, residuals):
     args = inputs(1, 37, 4, 16, 8)
     expected = run(rule, args, implementation="reference", decay_first=True)
@@ -110,6 +112,8 @@ def test_values_that_are_kept_of_whole_tiles(rule, residuals, dim):
         ((64, 64, 64, 1, 2), "inverse"),
         ((64, 64, 64, 1, 4), "recompute"),
         ((128, 128, 64, 2, 2), "all"),
+        ((64, 64, 64, 0, 2), "all"),
+        ((32, 32, 64, 0, 2), "recompute"),
     ],
 )
 def test_default_residuals(sizes, expected):
