@@ -27,7 +27,7 @@ def program_cycles(row: Row) -> float:
 
 _COLUMNS = (
     "kernel", "pass", "bundles", "floor", "× floor", "× floor in tiles", "matrix units", "spills", "program", "XLA",
-    "XLA ÷ kernel",
+    "XLA ÷ kernel", "compile, s",
 )  # fmt: skip
 
 
@@ -92,7 +92,8 @@ def _explanation(found: dict[str, Row], chip: Chip) -> str:
 - **program**: per item, the kernels' bundles (or the time of their bytes in HBM, if longer) plus XLA's estimate for the operations
   around them (layouts, types). **XLA**: the estimate for the XLA engine: `estimated_cycles` of the compiled program's operations,
   with loop bodies multiplied by their iterations.
-- Pass "backward" shows the backward kernel, and in the last three columns the programs of forward and backward together."""
+- **compile**: processor seconds of the compiler for the program with kernels, where a row has them.
+- Pass "backward" shows the backward kernel, and in the last four columns the programs of forward and backward together."""
     plain, xla = (found.get(f"product plain 512 bfloat16 forward {engine}") for engine in ENGINES)
     if plain and xla and "error" not in plain and "error" not in xla:
         (kernel,) = plain["kernels"]
@@ -112,7 +113,7 @@ def _escaped(text: str) -> str:
 def _cells(case: Case, row: Row, found: dict[str, Row]) -> list[str]:
     direction = {"forward": "forward", "both": "backward"}[case.direction]
     if "error" in row:
-        return [label(case), direction, _escaped(row["error"]), *[""] * 8]
+        return [label(case), direction, _escaped(row["error"]), *[""] * 9]
     kernel = row["kernels"][-1]  # the backward kernel if the program has two
     figures = kernel_figures(row, kernel)
     inner = "" if kernel["loops"] <= 1 else " (inner loops counted once)"
@@ -126,7 +127,7 @@ def _cells(case: Case, row: Row, found: dict[str, Row]) -> list[str]:
     return [
         label(case), direction, pages.number(figures["bundles"]) + inner, pages.number(figures["floor"]),
         f"{figures['over_floor']:.2f}", f"{figures['over_tiles']:.2f}", f"{kernel['matrix_unit']:.0%}",
-        f"{kernel['spills']:,}", pages.number(cycles / case.items), *last,
+        f"{kernel['spills']:,}", pages.number(cycles / case.items), *last, f"{row.get('compile_seconds', '')}",
     ]  # fmt: skip
 
 

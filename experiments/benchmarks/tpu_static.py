@@ -13,6 +13,7 @@ import json
 import pathlib
 import re
 import sys
+import time
 from typing import Any
 
 # When run as a script, Python searches only the folder of this file.
@@ -250,9 +251,8 @@ def measure(case: Any, chip: Chip, folder: pathlib.Path) -> dict[str, Any]:
     """Compiles a case for a chip. The compiler must be set to write to the folder (see `environment`).
 
     Returns:
-      outside: XLA's estimate of the cycles of everything except kernels; kernels: a list; and for a program with kernels
-        ideal_bytes
-      and program_bytes, the bytes that XLA counts as accessed by the operations around them (None with loops, or if XLA does not
+      outside: XLA's estimate of the cycles of everything except kernels; kernels: a list; compile_seconds: processor seconds of the
+      compiler, all threads; and for a program with kernels ideal_bytes and program_bytes, the bytes that XLA counts as accessed by the operations around them (None with loops, or if XLA does not
         report it).
     """
     import jax
@@ -266,11 +266,14 @@ def measure(case: Any, chip: Chip, folder: pathlib.Path) -> dict[str, Any]:
     place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=SingleDeviceSharding(device))
     mesh = Mesh([device], ("chip",)).abstract_mesh  # tells kernels for which device
     with use_abstract_mesh(mesh):
-        compiled = jax.jit(function).lower(*jax.tree.map(place, shapes)).compile()
+        lowered = jax.jit(function).lower(*jax.tree.map(place, shapes))
+        before = time.process_time()
+        compiled = lowered.compile()
+        seconds = round(time.process_time() - before, 1)
     text = compiled.as_text()
     outside = estimated_cycles(text)
     if case.engine == "xla":
-        return {"outside": outside, "kernels": []}
+        return {"outside": outside, "kernels": [], "compile_seconds": seconds}
     scheduled, arrays = schedules(folder), kernel_arrays(text)
     kernels = []
     with use_abstract_mesh(mesh):
@@ -290,6 +293,7 @@ def measure(case: Any, chip: Chip, folder: pathlib.Path) -> dict[str, Any]:
     return {
         "outside": outside,
         "kernels": kernels,
+        "compile_seconds": seconds,
         "ideal_bytes": kernel_cases.ideal_bytes(case),
         "program_bytes": analysis.get("bytes accessed") if " while(" not in text else None,
     }
