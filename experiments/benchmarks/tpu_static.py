@@ -252,8 +252,8 @@ def measure(case: Any, chip: Chip, folder: pathlib.Path) -> dict[str, Any]:
 
     Returns:
       outside: XLA's estimate of the cycles of everything except kernels; kernels: a list; compile_seconds: processor seconds of the
-      compiler, all threads; and for a program with kernels ideal_bytes and program_bytes, the bytes that XLA counts as accessed by the operations around them (None with loops, or if XLA does not
-        report it).
+      compiler, all threads; and for a program with kernels ideal_bytes and program_bytes, the bytes that XLA counts as accessed by
+      the operations around them (None with loops, or if XLA does not report it).
     """
     import jax
     from jax.experimental import topologies
