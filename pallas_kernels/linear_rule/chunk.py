@@ -134,8 +134,8 @@ class LinearChunk:
             # β stays rows, with tokens in lanes.
             (of_queries,) = at.scores[0]
             y = y + times(of_queries * lanes_of(x.beta), x.v, heads, precision)
-            kept = (as_tokens(of_queries, self.precision),) if self.keeps else ()
-            return (w_end + weighted_outer(x.v, at.keys[0], x.beta, precision),), (y, *kept)
+            scores_kept: Arrays = (as_tokens(of_queries, self.precision),) if self.keeps else ()
+            return (w_end + weighted_outer(x.v, at.keys[0], x.beta, precision),), (y, *scores_kept)
         rate = spread(x.beta, heads, x.v.shape[1] // heads)
         right = times_transposed(at.queries[1], w, heads, precision)
         u, kept = self._after_removal(at, inverse, right, rate, x)
