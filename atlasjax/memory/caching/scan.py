@@ -29,7 +29,7 @@ def xla_scan(
     max_segments: int | None = None,
     lengths: jax.Array | None = None,
 ) -> tuple[jax.Array, CachedState]:
-    """`CachedRule.scan`. A fresh memory computes the segments in parallel. The state that comes back then has room only for the
+    """`Rule.scan`. A fresh memory computes the segments in parallel. The state that comes back then has room only for the
     memories of this call, unless the rule has a capacity: to continue a sequence, start with `init_state`."""
     if lengths is not None:
         raise TypeError("CachedRule.scan: lengths is only for the rule inside a CachedRule.")

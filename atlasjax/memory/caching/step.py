@@ -24,7 +24,7 @@ from atlasjax.memory.tokens import Tokens
 def xla_step(
     rule: CachedSpec[Params], params: Params, state: CachedState, tokens: Tokens
 ) -> tuple[jax.Array, CachedState]:
-    """`CachedRule.step`: one step of the inner rule and one read of the cache (with "ssc", of top_k memories)."""
+    """`Rule.step`: one step of the inner rule and one read of the cache (with "ssc", of top_k memories)."""
     state = widened(state, tokens.q.dtype)
     state = cache.push(rule, params, state, state.position == rule.segment_size)
 
@@ -38,7 +38,7 @@ def xla_step(
 def xla_step_layer(
     rule: CachedSpec[Params], params: Params, states: CachedState, layer: jax.Array, tokens: Tokens
 ) -> tuple[jax.Array, CachedState]:
-    """`CachedRule.step_layer`: cached memories are read where they lie, and one is written where a segment ends."""
+    """`Rule.step_layer`: cached memories are read where they lie, and one is written where a segment ends."""
     full = states.position[layer] == rule.segment_size
     states = cache.push_layer(rule, params, states, layer, full)
     numbers = cache.counted(take_layer(states._replace(online=None, cached={}), layer), full)

@@ -36,7 +36,7 @@ def restarted(rule: HierarchicalSpec, params: HierarchicalParams, state: Hierarc
 def init_state(
     rule: HierarchicalSpec, params: HierarchicalParams, *, batch_size: int, max_length: int | None = None
 ) -> HierarchicalState:
-    """`HierarchicalRule.init_state`."""
+    """`Rule.init_state`."""
     first = rule.global_rule.init_state(params.global_memory, batch_size=batch_size)
     projection = None
     if rule.projected:

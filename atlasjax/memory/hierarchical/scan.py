@@ -35,7 +35,7 @@ def xla_scan(
     max_segments: int | None = None,
     lengths: jax.Array | None = None,
 ) -> tuple[jax.Array, HierarchicalState]:
-    """`HierarchicalRule.scan`."""
+    """`Rule.scan`."""
     if lengths is not None:
         raise TypeError("HierarchicalRule.scan: lengths is only for the rule inside another one.")
     (batch, time), dtype, ids = tokens.q.shape[:2], tokens.q.dtype, tokens.segment_ids

@@ -18,7 +18,7 @@ from atlasjax.memory.tokens import Tokens
 def xla_step(
     rule: HierarchicalSpec, params: HierarchicalParams, state: HierarchicalState, tokens: Tokens
 ) -> tuple[jax.Array, HierarchicalState]:
-    """`HierarchicalRule.step`."""
+    """`Rule.step`."""
     q, k, v, gates, _ = tokens
     dtype, wide = q.dtype, wide_dtype(q.dtype)
     own_gates = rule.split_gates(gates, q.shape[-1], v.shape[-1])
@@ -40,7 +40,7 @@ def xla_step(
 
 @functools.partial(jax.jit, static_argnames=("rule",), inline=True)
 def read_state(rule: HierarchicalSpec, params: HierarchicalParams, state: HierarchicalState, q: jax.Array) -> jax.Array:
-    """`HierarchicalRule.read`: a read as by the last token, with P after it."""
+    """`Rule.read`: a read as by the last token, with P after it."""
     dtype, wide = q.dtype, wide_dtype(q.dtype)
     y = rule.global_rule.read(params.global_memory, state.global_memory, q).astype(wide)
     if state.projection is not None:

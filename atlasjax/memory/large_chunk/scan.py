@@ -85,7 +85,7 @@ def xla_scan(
     max_segments: int | None = None,
     lengths: jax.Array | None = None,
 ) -> tuple[jax.Array, LargeChunkState]:
-    """`LargeChunkRule.scan`."""
+    """`Rule.scan`."""
     segment_ids, dtype = tokens.segment_ids, tokens.q.dtype
     params = grid.widened(params, wide_dtype(dtype))
     before = init_state(rule, params, batch_size=tokens.q.shape[0]) if state is None else state

@@ -21,7 +21,7 @@ from atlasjax.memory.tokens import Tokens
 def xla_step(
     rule: LargeChunkSpec, params: MemoryParams, state: LargeChunkState, tokens: Tokens
 ) -> tuple[jax.Array, LargeChunkState]:
-    """`LargeChunkRule.step`."""
+    """`Rule.step`."""
     params, carry, y = _added(rule, params, state, tokens)
     end = functools.partial(end_chunks, rule, params)
     carry = jax.lax.cond(jnp.any(ends_chunk(rule, carry)), end, lambda carry: carry, carry)
@@ -54,7 +54,7 @@ def _added(
 
 @functools.partial(jax.jit, static_argnames=("rule",))
 def read_state(rule: LargeChunkSpec, params: MemoryParams, state: LargeChunkState, q: jax.Array) -> jax.Array:
-    """`LargeChunkRule.read`: as the next token reads, [batch, time, heads, key_dim] → [batch, time, heads, value_dim]."""
+    """`Rule.read`: as the next token reads, [batch, time, heads, key_dim] → [batch, time, heads, value_dim]."""
     wide = wide_dtype(q.dtype)
     params = widened(params, wide)
     head = lambda params, weights, q: read_head(rule, params, weights, q.astype(wide), wide)

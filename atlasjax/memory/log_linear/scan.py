@@ -30,7 +30,7 @@ def xla_scan(
     max_segments: int | None = None,
     lengths: jax.Array | None = None,
 ) -> tuple[jax.Array, LogLinearState]:
-    """`LogLinearRule.scan`. The state that comes back from a fresh memory has the levels of this call only: to continue a
+    """`Rule.scan`. The state that comes back from a fresh memory has the levels of this call only: to continue a
     sequence, start with `init_state`."""
     if lengths is not None:
         raise TypeError("LogLinearRule.scan: lengths is only for the rule inside a CachedRule.")

@@ -22,7 +22,7 @@ def xla_step(
     state: LogLinearState,
     tokens: Tokens,
 ) -> tuple[jax.Array, LogLinearState]:
-    """`LogLinearRule.step`: one step of every memory and one read of each."""
+    """`Rule.step`: one step of every memory and one read of each."""
     dtype = tokens.q.dtype
     wide = wide_dtype(dtype)
     tokens, weights = own_tokens(tokens)
@@ -42,7 +42,7 @@ def xla_step(
 def read_state(
     rule: LogLinearSpec[Params], params: Params, state: LogLinearState, q: jax.Array, connector: jax.Array
 ) -> jax.Array:
-    """`LogLinearRule.read`."""
+    """`Rule.read`."""
     wide = wide_dtype(q.dtype)
     up = lambda x: jnp.swapaxes(x.astype(wide), 1, 2)
     up_params = jax.tree.map(lambda x: x.astype(wide), params)

@@ -15,7 +15,7 @@ _START = math.log(math.expm1(0.75))  # softplus of it is 0.75
 
 
 def init_params(rule: MesaSpec, key: PRNGKeyArray, *, num_heads: int, key_dim: int, value_dim: int) -> MesaParams:
-    """`MesaRule.init_params`. Nothing is drawn."""
+    """`Rule.init_params`. Nothing is drawn."""
     weights = {"W": jnp.zeros((num_heads, value_dim, key_dim), jnp.float32)}
     return MesaParams(weights, jnp.full((num_heads, key_dim), _START, jnp.float32))
 
@@ -38,7 +38,7 @@ def init_state(
     max_length: int | None = None,
     dtype: jnp.dtype | None = None,
 ) -> MesaState:
-    """`MesaRule.init_state`. dtype: of the sums. None means float32, or that of wider parameters."""
+    """`Rule.init_state`. dtype: of the sums. None means float32, or that of wider parameters."""
     dtype = wide_dtype(params.weights["W"].dtype, params.ridge.dtype) if dtype is None else dtype
     heads, key_dim = params.ridge.shape
     start = start_sums(rule, params, dtype)

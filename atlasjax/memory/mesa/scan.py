@@ -115,7 +115,7 @@ def xla_scan(
     max_segments: int | None = None,
     lengths: jax.Array | None = None,
 ) -> tuple[jax.Array, MesaState]:
-    """`MesaRule.scan`. Any number of segments fits: `max_segments` has no effect."""
+    """`Rule.scan`. Any number of segments fits: `max_segments` has no effect."""
     batch, time = tokens.q.shape[:2]
     dtype, ids = wide_dtype(tokens.q.dtype), tokens.segment_ids
     state = init_state(rule, params, batch_size=batch, dtype=dtype) if state is None else grid.widened(state, dtype)
@@ -144,7 +144,7 @@ def xla_scan(
 # Inlined into the program of a traced caller. A scan is not: every gradient outside `jit` would compile its transposed loop again.
 @functools.partial(jax.jit, static_argnames=("rule",), inline=True)
 def xla_step(rule: MesaSpec, params: MesaParams, state: MesaState, tokens: Tokens) -> tuple[jax.Array, MesaState]:
-    """`MesaRule.step`."""
+    """`Rule.step`."""
     dtype = wide_dtype(tokens.q.dtype)
     state = grid.widened(state, dtype)
     k, v = tokens.k.astype(dtype), tokens.v.astype(dtype)
@@ -161,7 +161,7 @@ def xla_step(rule: MesaSpec, params: MesaParams, state: MesaState, tokens: Token
 
 @functools.partial(jax.jit, static_argnames=("rule",), inline=True)
 def read_state(rule: MesaSpec, params: MesaParams, state: MesaState, q: jax.Array) -> jax.Array:
-    """`MesaRule.read`."""
+    """`Rule.read`."""
     dtype = wide_dtype(q.dtype)
     sums, x = grid.widened(_Sums(state.key_sums, state.value_sums), dtype), jnp.swapaxes(q.astype(dtype), 1, 2)
     read = jax.vmap(jax.vmap(functools.partial(read_sums, rule)), in_axes=(None, 0, 0))
@@ -176,7 +176,7 @@ def read_sums(rule: MesaSpec, ridge: jax.Array, sums: _Sums, q: jax.Array) -> ja
 
 
 def read_cached(rule: MesaSpec, dtype: jnp.dtype, params: MesaParams, weights: Weights, q: jax.Array) -> jax.Array:
-    """`MesaRule.read_cached`."""
+    """`Rule.read_cached`."""
     wide = wide_dtype(dtype, q.dtype)
     sums = grid.widened(_Sums(weights["key_sums"], weights["value_sums"]), wide)
     return read_sums(rule, ridge_of(rule, params, wide), sums, q.astype(wide))
