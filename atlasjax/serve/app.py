@@ -5,6 +5,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import hmac
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from typing import Any
@@ -25,6 +26,7 @@ from atlasjax.serve.protocol import Parsed, RequestError, Responses
 
 _SWEEP_SECONDS = 60.0  # between deletions of expired memories
 _TEMPLATES = 4  # rendered at a time
+_EVENT_SECONDS = 0.01  # between two events of a stream, which nobody sees apart
 _ANSWER = "answer"  # the note of memories that end with one
 
 
@@ -294,13 +296,16 @@ class _Generation:
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         if (first := responses.first()) is not None:
             await say(first)
+        loop, sent = asyncio.get_running_loop(), -math.inf
         try:
             while isinstance(event := await _next(events, gone), requests.Piece):
-                # What came while the last event was sent is one event: under load, events cost more than tokens.
+                # What comes meanwhile is one event: an event costs server and client more than a token costs the model.
+                await asyncio.sleep(sent + _EVENT_SECONDS - loop.time())
                 text = event.text
                 while not events.empty() and isinstance(event := events.get_nowait(), requests.Piece):
                     text += event.text
                 await say(responses.piece(text))
+                sent = loop.time()
                 if not isinstance(event, requests.Piece):
                     break
             done = await self._finished(parsed, event)

@@ -151,6 +151,16 @@ def test_completions_chats_and_memories(server, client):
     assert raw(server[0], "GET", "/health", authorization="") == (200, {"status": "ok", "active": 0, "waiting": 0})
 
 
+def test_tokens_that_come_fast_share_an_event(server, client):
+    text = lambda part: part.choices[0].text
+    ask = functools.partial(client.completions.create, prompt="the book", **(OPTIONS | {"max_tokens": 300}))
+    start = time.perf_counter()
+    parts = [text(part) for part in ask(stream=True) if text(part)]
+    seconds = time.perf_counter() - start
+    assert "".join(parts) == text(ask())
+    assert len(parts) - 1 <= seconds / app._EVENT_SECONDS
+
+
 @pytest.mark.parametrize("ended", [False, True])
 def test_a_conversation_in_a_memory_is_that_of_its_template(tmp_path, ended):
     """The next message comes after the end of the answer, which the memory has if the model wrote it, and has only once."""
