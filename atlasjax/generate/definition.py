@@ -58,10 +58,10 @@ class Decoder(NamedTuple):
     form: CacheForm
 
 
-def decoder(model: LanguageModel) -> Decoder:
-    """The decoder of a model."""
+def decoder(model: LanguageModel, state_bytes: int = 0) -> Decoder:
+    """The decoder of a model. state_bytes: of a cache that is read so often that a longer program pays."""
     definition, params = split(model)
-    number = faster_unrolled(model)
+    number = faster_unrolled(model, state_bytes)
     if number is None:
         return Decoder(definition, params, CacheForm())
     unrolled, places = _unrolled(definition, len(params), number)

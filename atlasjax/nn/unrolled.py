@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, PyTree
 from atlasjax.nn.model import InnerCache, LanguageModel, PositionedCache
 from atlasjax.nn.stack import Layer, Pattern
 
-_LEAST_BYTES = 2**21  # of a layer's parameters: below, a step gains less than the longer program takes to compile
+_LEAST_BYTES = 2**21  # of a layer: below, a step gains less than the longer program takes to compile
 
 
 class UnrolledModel(LanguageModel):
@@ -58,12 +58,15 @@ class UnrolledModel(LanguageModel):
         return list(self.repetitions)
 
 
-def faster_unrolled(model: LanguageModel) -> int | None:
-    """The number of repetitions of a model that decodes faster unrolled: on one CPU, with large layers. None for others."""
+def faster_unrolled(model: LanguageModel, state_bytes: int = 0) -> int | None:
+    """The number of repetitions of a model that decodes faster unrolled: on one CPU, with large layers. None for others.
+
+    state_bytes: of all layers, if they count beside the parameters.
+    """
     params = jax.tree.leaves(nnx.state(model.layers, nnx.Param))
     devices = {device for leaf in params if isinstance(leaf, jax.Array) for device in leaf.devices()}
     number = params[0].shape[0]
-    is_large = sum(leaf.nbytes for leaf in params) >= _LEAST_BYTES * number
+    is_large = state_bytes + sum(leaf.nbytes for leaf in params) >= _LEAST_BYTES * number
     return number if is_large and len(devices) == 1 and devices.pop().platform == "cpu" else None
 
 

@@ -15,7 +15,7 @@ from atlasjax.generate import Context, RowSampling, sample_rows
 from atlasjax.generate.context import copied, prefill
 from atlasjax.generate.definition import Definition, decoder, split
 from atlasjax.generate.room import check_room
-from atlasjax.nn import LanguageModel
+from atlasjax.nn import LanguageModel, state_bytes
 from atlasjax.nn.unrolled import CacheForm
 
 
@@ -71,7 +71,7 @@ class Slots:
         self._definition, self._params = split(model)
         # All texts lie in one way on the devices, or what a program returns would be compiled for again when it is read.
         self._where = _where(self._params)
-        self._decoder = decoder(model)
+        self._decoder = decoder(model, number * state_bytes(model, length=max_length))
         if not isinstance(self._where, NamedSharding):
             self._params = jax.device_put(self._params, self._where)
             self._decoder = self._decoder._replace(params=jax.device_put(self._decoder.params, self._where))
