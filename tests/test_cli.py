@@ -145,7 +145,7 @@ def test_a_models_vocabulary_has_room_for_the_tokenizers(preset, options, size, 
 
     found = []
     monkeypatch.setattr(command, "offer", lambda config, preset: found.append(config))
-    monkeypatch.setattr(command, "train", lambda config, on_start: None)
+    monkeypatch.setattr(command, "train", lambda config, **_: None)
     monkeypatch.setattr(command, "_report", lambda *_: None)
     assert cli.main(["train", "--preset", preset, *options]) == 0
     assert found[0].model.vocab_size == size

@@ -40,7 +40,7 @@ def test_the_other_calls_that_pages_print(monkeypatch):
     assert MemoryConfig("titans", bounded=False).build() == rules.titans().unbounded()
     found = []
     monkeypatch.setattr(command, "offer", lambda config, preset: found.append(config))
-    monkeypatch.setattr(command, "train", lambda config, on_start: None)
+    monkeypatch.setattr(command, "train", lambda config, **_: None)
     monkeypatch.setattr(command, "_report", lambda *_: None)
     assert cli.main(["train", "--preset", "titans-tiny", "--model.memory.no-bounded"]) == 0
     assert found[0].model.memory.build() == found[0].model.memory.build().unbounded()

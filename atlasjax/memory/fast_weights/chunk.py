@@ -183,7 +183,7 @@ def _slope(
         return slope(meshes.vary_like(out, v), v, threshold), None
     both = meshes.vary_like(jnp.stack([out, jnp.zeros_like(out)]), v)
     slopes = jax.vmap(slope, in_axes=(0, None, None))(both, v, threshold)
-    return slopes[0], slopes * (both - v)
+    return slopes[0], slopes * (both - v[None])
 
 
 def mix(linear: structures.Linear, soup: Weights, gates: jax.Array, dtype: jnp.dtype) -> structures.Linear:
