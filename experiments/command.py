@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import pathlib
+import sys
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -202,6 +203,16 @@ def measure_each(
         found, seconds = rows[key]["bits_per_byte"], time.perf_counter() - started
         print(f"[{number}/{len(todo)}] {told}: {found:.3f} bits per byte, {seconds:.0f} s", flush=True)
     return failed
+
+
+def finish(
+    path: pathlib.Path, rows: Mapping[Any, Row], failed: Sequence[str], write: Callable[[list[Row], pathlib.Path], str]
+) -> None:
+    """Writes the page of the rows and prints it. Ends the process with the names of the models that diverged, if some did."""
+    if rows:
+        print(write(list(rows.values()), path))
+    if failed:
+        sys.exit(f"No number for: {'; '.join(failed)}.")
 
 
 def forward_flops(config: ModelConfig, length: int) -> tuple[int, int]:

@@ -15,6 +15,11 @@ from experiments.studies.report import comparisons
 BOOKS = "the first 90% of Moby Dick and tinyshakespeare"
 
 
+def source_of(text: str) -> str:
+    """What the rows of a text, by its name, were trained on."""
+    return {"embedded": "the embedded text", "books": BOOKS}.get(text, f"`{text}`")
+
+
 def _groups(rows: list[Row]) -> dict[str, list[Row]]:
     """Model → its whole runs at the best rate in order of seeds, in the order of `MODELS`."""
     found = chosen(rows)
@@ -25,7 +30,7 @@ def table(rows: list[Row], text: str) -> str:
     """The results as a Markdown page: learning rates, models, comparisons with their power."""
     recipe = rows[0]["recipe"]
     length, hours = recipe["length"], sum(row["seconds"] for row in rows) / 3600
-    source = {"embedded": "the embedded text", "books": BOOKS}.get(text, f"`{text}`")
+    source = source_of(text)
     groups = _groups(rows)
     read = recipe["steps"] * recipe["batch_size"] * length
     lines = [

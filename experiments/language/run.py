@@ -14,7 +14,6 @@ machine with a GPU set JAX_PLATFORMS=cpu.
 
 import operator
 import pathlib
-import sys
 
 from experiments import command
 from experiments.language.compare import rates
@@ -90,10 +89,7 @@ def main(argv: list[str] | None = None) -> None:
             print(f"{chosen}, seed {seed} FAILED: {error}", flush=True)
             continue
         print(f"{chosen}, seed {seed}: {row['bits_per_byte']:.3f} bits per byte, {row['seconds']:.0f} s", flush=True)
-    if rows:
-        print(write(list(rows.values()), path))
-    if failed:
-        sys.exit(f"No number for: {'; '.join(failed)}.")
+    command.finish(path, rows, failed, write)
 
 
 if __name__ == "__main__":

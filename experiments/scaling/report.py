@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from experiments import pages
+from experiments.language.report import source_of
 from experiments.rows import Row
 
 Points = dict[Any, dict[float, list[Row]]]  # a line → its places on the horizontal axis → rows of all seeds
@@ -15,22 +16,24 @@ Points = dict[Any, dict[float, list[Row]]]  # a line → its places on the horiz
 def by_size(rows: Iterable[Row]) -> Points:
     """Model → parameters → rows, of the context that has more than one width."""
     rows = [row for row in rows if row["window"] is None]
-    contexts = {row["context"] for row in rows if row["width"] != max(row["width"] for row in rows)}
+    widest = _widest(rows)
+    contexts = {row["context"] for row in rows if row not in widest}
     return _points([row for row in rows if row["context"] in contexts], lambda row: (row["model"], row["parameters"]))
 
 
 def by_context(rows: Iterable[Row]) -> Points:
     """Model → context in training → rows, of the widest models."""
-    rows = [row for row in rows if row["window"] is None]
-    widest = [row for row in rows if row["width"] == max(row["width"] for row in rows)]
-    return _points(widest, lambda row: (row["model"], row["context"]))
+    return _points(_widest([row for row in rows if row["window"] is None]), lambda row: (row["model"], row["context"]))
 
 
 def by_window(rows: Iterable[Row]) -> Points:
-    """Context in training → window of the Omega rule → rows."""
-    rows = [row for row in rows if row["model"] == "omeganet"]
-    widest = [row for row in rows if row["width"] == max(row["width"] for row in rows)]
-    return _points(widest, lambda row: (row["context"], row["c"]))
+    """Context in training → window of the Omega rule → rows, of the widest models."""
+    return _points(_widest([row for row in rows if row["model"] == "omeganet"]), lambda row: (row["context"], row["c"]))
+
+
+def _widest(rows: list[Row]) -> list[Row]:
+    most = max((row["width"] for row in rows), default=0)
+    return [row for row in rows if row["width"] == most]
 
 
 def _points(rows: Iterable[Row], key: Callable[[Row], tuple[Any, float]]) -> Points:
@@ -57,32 +60,31 @@ def table(rows: list[Row], text: str) -> str:
     ]
     sizes = by_size(rows)
     if sizes:
-        lines += _section(
-            "Parameters and FLOPs (A Fig. 8)", ["model", "width", "parameters", "PFLOP of the run", "bits per byte"]
-        )
-        for name, places in sizes.items():
-            lines += [
-                f"| {name} | {found[0]['width']} | {int(place):,} | {found[0]['flops'] / 1e15:.4f} | {_bits(found):.3f} |"
-                for place, found in places.items()
-            ]
+        columns = ["model", "width", "parameters", "PFLOP of the run", "bits per byte"]
+        lines += _section("Parameters and FLOPs (A Fig. 8)", columns, (
+            (name, found[0]["width"], f"{int(place):,}", f"{found[0]['flops'] / 1e15:.4f}", f"{_bits(found):.3f}")
+            for name, places in sizes.items() for place, found in places.items()
+        ))  # fmt: skip
     lines += _grid("Context in training (A Fig. 8)", "model", "{:,}", by_context(rows))
     lines += _grid("Window of OmegaNet (A Fig. 5)", "context in training", "c = {}", by_window(rows))
     return "\n".join(lines) + "\n"
 
 
-def _section(title: str, columns: list[str]) -> list[str]:
-    return ["", f"**{title}**", "", f"| {' | '.join(columns)} |", "| --- |" + " ---: |" * (len(columns) - 1)]
+def _section(title: str, columns: list[str], rows: Iterable[Iterable[object]]) -> list[str]:
+    return ["", f"**{title}**", "", *pages.table(columns, rows)]
 
 
 def _grid(title: str, what: str, column: str, points: Points) -> list[str]:
-    places = sorted({place for line in points.values() for place in line})
+    places = _places(points)
     if not places:
         return []
-    lines = _section(title, [what, *(column.format(int(place)) for place in places)])
-    for name, line in points.items():
-        cells = [f"{_bits(line[place]):.3f}" if place in line else "" for place in places]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return lines
+    cells = lambda line: (f"{_bits(line[place]):.3f}" if place in line else "" for place in places)
+    columns = [what, *(column.format(int(place)) for place in places)]
+    return _section(title, columns, ((name, *cells(line)) for name, line in points.items()))
+
+
+def _places(points: Points) -> list[float]:
+    return sorted({place for line in points.values() for place in line})
 
 
 def plot(rows: list[Row], path: pathlib.Path) -> None:
@@ -105,7 +107,7 @@ def plot(rows: list[Row], path: pathlib.Path) -> None:
         if points:
             axes.legend(fontsize=8)
     for axes, points in ((contexts, by_context(rows)), (windows, by_window(rows))):
-        places = sorted({place for line in points.values() for place in line})
+        places = _places(points)
         axes.set_xticks(places, [f"{int(place):,}" for place in places])
         axes.minorticks_off()
     figure.savefig(path, dpi=120)
@@ -113,5 +115,4 @@ def plot(rows: list[Row], path: pathlib.Path) -> None:
 
 def write(rows: list[Row], path: pathlib.Path) -> str:
     """Writes <path>.md and <path>.png. Returns the table."""
-    text = {"embedded": "the embedded text", "books": "Moby Dick and tinyshakespeare"}.get(path.stem, f"`{path.stem}`")
-    return pages.write(path, table(rows, text), rows, plot)
+    return pages.write(path, table(rows, source_of(path.stem)), rows, plot)

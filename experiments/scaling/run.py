@@ -10,7 +10,6 @@ each of these models. A row is a line of `<out>/<texts>.jsonl`; finished rows ar
 
 import dataclasses
 import pathlib
-import sys
 import time
 
 from atlasjax.nn import ModelConfig
@@ -20,7 +19,7 @@ from experiments.language import models
 from experiments.language.measure import Recipe as LanguageRecipe
 from experiments.language.measure import held_out, run_config
 from experiments.language.run import TEXTS_DIR, texts_of
-from experiments.rows import Row, at_least_one, rows_of_recipe
+from experiments.rows import Row, at_least_one, rows_of_recipe, text_identity
 from experiments.scaling.report import write
 from experiments.studies.measure import sums
 from experiments.zoo import training
@@ -42,10 +41,12 @@ class Recipe:
     Attributes:
       steps: optimizer steps.
       tokens: of a step, in as many sequences as the context allows.
+      text: names and hash of the texts (`rows.text_identity`). None: the books of --texts-dir, or the embedded text.
     """
 
     steps: int = 192
     tokens: int = 2048
+    text: str | None = None
 
     def __post_init__(self) -> None:
         at_least_one(self, "scaling", ("steps", "tokens"))
@@ -135,25 +136,22 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=1, help="number of seeds, counted from 0")
     parser.add_argument("--text", nargs="+", help="UTF-8 text files")
     parser.add_argument("--texts-dir", type=pathlib.Path, default=TEXTS_DIR)
-    parser.add_argument("--steps", type=int, default=Recipe.steps)
+    command.add_fields(parser, Recipe)
     options = parser.parse_args(argv)
     try:
         command.check_seeds(options.seeds)
-        recipe = Recipe(options.steps)
         wanted = cases(tuple(options.only), options.seeds)
         for case in wanted:
             config_of(case)  # fail on a wrong name before anything is trained
         name, texts = texts_of(options.text, options.texts_dir)
+        recipe = command.recipe_of(Recipe, options, text=text_identity(options.text) if options.text else None)
         path = options.out / f"{name}.jsonl"
         rows = rows_of_recipe(path, recipe, key_of)
     except ValueError as error:
         parser.error(str(error))
     todo = {} if options.report else {case: name_of(case) for case in wanted if case not in rows}
     failed = command.measure_each(path, rows, todo, lambda case: measure(case, recipe, texts))
-    if rows:
-        print(write(list(rows.values()), path))
-    if failed:
-        sys.exit(f"No number for: {'; '.join(failed)}.")
+    command.finish(path, rows, failed, write)
 
 
 if __name__ == "__main__":

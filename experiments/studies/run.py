@@ -16,7 +16,6 @@ import itertools
 import json
 import operator
 import pathlib
-import sys
 
 from experiments import command
 from experiments.rows import Row, rows_of_recipe, text_identity, text_name
@@ -88,10 +87,7 @@ def main(argv: list[str] | None = None) -> None:
     wanted = [(chosen, seed) for seed in range(options.seeds) for chosen in options.only]
     todo = {} if options.report else {key: "{}, seed {}".format(*key) for key in wanted if key not in rows}
     failed = command.measure_each(path, rows, todo, lambda key: measure(*key, recipe, options.text))
-    if rows:
-        print(write(list(rows.values()), path))
-    if failed:
-        sys.exit(f"No number for: {'; '.join(failed)}.")
+    command.finish(path, rows, failed, write)
 
 
 if __name__ == "__main__":

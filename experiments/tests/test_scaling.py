@@ -56,7 +56,7 @@ def test_rows_resume(tmp_path, monkeypatch, capsys):
         measured.append(case)
         if case == Case("titans", 64):
             raise FloatingPointError("the loss of step 3 is nan")
-        return row(case, 2.0)
+        return row(case, 2.0) | {"recipe": dataclasses.asdict(recipe)}
 
     monkeypatch.setattr(run, "measure", measure)
     options = ["--only", "titans", "--text", str(text), "--out", str(tmp_path)]
@@ -66,8 +66,12 @@ def test_rows_resume(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         run.main(options)
     assert measured[6:] == [Case("titans", 64)]
-    assert (tmp_path / "book.png").read_bytes().startswith(b"\x89PNG")
     assert "| titans | 2.000 | 2.000 | 2.000 |" in capsys.readouterr().out
+    text.write_text("Another book. " * 400)
+    with pytest.raises(SystemExit):
+        run.main(options)
+    assert "has rows of another recipe" in capsys.readouterr().err
+    assert (tmp_path / "book.png").read_bytes().startswith(b"\x89PNG")
     assert key_of(row(Case("atlas", seed=3), 1.0)) == Case("atlas", seed=3)
 
 
