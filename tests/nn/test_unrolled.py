@@ -58,7 +58,7 @@ def test_generated_and_served_tokens(monkeypatch):
 
     expected = texts()
     assert decoder(model()).form == CacheForm()
-    assert decoder(model(), state_bytes=2**24).form == CacheForm(4)
+    assert decoder(model(), state_bytes=2**24).form == CacheForm(2)
     monkeypatch.setattr(unrolled, "_LEAST_BYTES", 0)
     assert decoder(model()).form == CacheForm(2)
     for found, same in zip(texts(), expected, strict=True):
