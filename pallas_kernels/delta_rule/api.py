@@ -88,7 +88,7 @@ def delta_rule(
         of_inverse = 4 * chunk_size**2
         of_all = of_inverse + q.dtype.itemsize * chunk_size * value_dim
         residuals = most_residuals(4 * key_dim * value_dim, of_inverse, of_all)
-    chunk = DeltaRuleChunk(decay is not None, token_precision(q.dtype), beside.heads, residuals)
+    chunk = DeltaRuleChunk(decay is not None, token_precision(q.dtype), beside.heads, residuals=residuals)
     restarts = None
     if segments is not None:
         restarts = segments.marks, (beside.weights(segments.start_of_heads(segments.start)),)

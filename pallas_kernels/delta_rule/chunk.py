@@ -12,14 +12,14 @@ exact at α = 0. The system's inverse does not depend on the memory. Narrow head
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.arguments import Arrays
 from pallas_kernels.blocks import HIGHEST, Precision, as_tokens, entry, finer
-from pallas_kernels.residuals import Residuals
+from pallas_kernels.residuals import KeepingChunk
 from pallas_kernels.side_by_side import (
     lanes_of,
     place,
@@ -53,7 +53,7 @@ class _System(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class DeltaRuleChunk:
+class DeltaRuleChunk(KeepingChunk):
     """A `chunk_scan.Chunk` for P heads: carry (W [value_dim, P · key_dim],); inputs q, k [m, P · key_dim], v [m, P · value_dim] and
     the gates [n · P, m].
 
@@ -63,31 +63,12 @@ class DeltaRuleChunk:
     Attributes:
       gated: whether there is α.
       residuals: what the forward kernel keeps of a chunk: nothing; "inverse": that of its system; "all": also U.
-      keeps: whether these are further outputs.
-      backward: whether it is the form for the backward kernel, where they are further inputs and not computed again.
     """
 
     gated: bool
     precision: Precision = HIGHEST
     heads: int = 1
-    residuals: Residuals = "recompute"
-    keeps: bool = False
-    backward: bool = False
-
-    @property
-    def ahead(self) -> bool:
-        """Whether several chunks are prepared together."""
-        return True
-
-    @property
-    def keeping(self) -> "DeltaRuleChunk":
-        """The same function for a forward kernel before a backward one."""
-        return dataclasses.replace(self, keeps=self.residuals != "recompute")
-
-    @property
-    def differentiated(self) -> "DeltaRuleChunk":
-        """The same function for the backward kernel."""
-        return dataclasses.replace(self, backward=True)
+    ahead: ClassVar[bool] = True  # several chunks are prepared together
 
     def __call__(self, carry: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
         return self.advance(carry, xs, self._system(xs))

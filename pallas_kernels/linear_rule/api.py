@@ -92,7 +92,7 @@ def linear_rule(
     if residuals is None:
         keys = 2 if removal is not None else int(delta)
         residuals = _most_residuals(key_dim, value_dim, chunk_size, keys, q.dtype.itemsize)
-    chunk = LinearChunk(removes, delta, decay_first, token_precision(q.dtype), beside.heads, residuals)
+    chunk = LinearChunk(removes, delta, decay_first, token_precision(q.dtype), beside.heads, residuals=residuals)
     # Padding keeps the memory. `chunk_scan` would fill it with zeros.
     decay = jnp.pad(decay, ((0, 0), (0, -time % chunk_size), (0, 0), (0, 0)), constant_values=1.0)
     whole = decay.shape[1]

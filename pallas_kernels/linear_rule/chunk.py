@@ -26,7 +26,7 @@ from pallas_kernels.arguments import Arrays
 from pallas_kernels.blocks import HIGHEST, Precision, as_tokens, finer
 from pallas_kernels.chunk_program import in_turn
 from pallas_kernels.linear_rule.scores import Decayed, decayed
-from pallas_kernels.residuals import Residuals
+from pallas_kernels.residuals import KeepingChunk
 from pallas_kernels.side_by_side import (
     lanes_of,
     spread,
@@ -39,7 +39,7 @@ from pallas_kernels.triangular import solve, unit_lower_inverse
 
 
 @dataclasses.dataclass(frozen=True)
-class LinearChunk:
+class LinearChunk(KeepingChunk):
     """A `chunk_scan.Chunk` for P heads: carry (W [value_dim, P · D],); inputs q, k [m, P · D], v [m, P · value_dim], α [m, P · D],
     r and s [m, P · D] if the removal is not at k, and the gate β [P, m].
 
@@ -51,8 +51,6 @@ class LinearChunk:
       decay_first: whether the removal reads the decayed memory.
       residuals: what the forward kernel keeps of a chunk: nothing; "inverse": that of its system, and the scores of r, if there is
         a removal; "all": also the scores of q, and X.
-      keeps: whether these are further outputs.
-      backward: whether it is the form for the backward kernel, where they are further inputs and not computed again.
     """
 
     removes: bool
@@ -60,22 +58,9 @@ class LinearChunk:
     decay_first: bool
     precision: Precision = HIGHEST
     heads: int = 1
-    residuals: Residuals = "recompute"
-    keeps: bool = False
-    backward: bool = False
 
     @property
-    def keeping(self) -> "LinearChunk":
-        """The same function for a forward kernel before a backward one."""
-        return dataclasses.replace(self, keeps=self._keeps_something)
-
-    @property
-    def differentiated(self) -> "LinearChunk":
-        """The same function for the backward kernel."""
-        return dataclasses.replace(self, backward=True)
-
-    @property
-    def _keeps_something(self) -> bool:
+    def keeps_something(self) -> bool:
         return self.residuals == "all" or (self.removes and self.residuals != "recompute")
 
     @property
@@ -102,7 +87,7 @@ class LinearChunk:
         count = 2 if self.removes and not self.delta else 0
         kept, keys = tuple(rest[count + 1 :]), len(rest[:count]) // 2 + 1
         known = None
-        if self.backward and self._keeps_something:
+        if self.backward and self.keeps_something:
             known = _Known.of(kept, keys) if self.removes else _Known(None, (), kept, None)
         return _Inputs(q, k, v, decay, tuple(rest[:count]), rest[count], known)
 
