@@ -8,8 +8,6 @@ retention exp(Δ A). The heads of a group share B and C, which are repeated for 
 instead saved 10 to 30 % of the time on a CPU when measured, which does not justify a second engine.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -17,6 +15,7 @@ from jaxtyping import Array, Float, Int
 from atlasjax import check, memory, rules
 from atlasjax.memory.check import check_sizes
 from atlasjax.memory.products import wide_dtype
+from atlasjax.mixers.matrix_memory import step_or_scan, zero_start
 from atlasjax.mixers.shapes import check_shapes
 
 RULE = rules.retnet()
@@ -96,24 +95,6 @@ def ssd(
     return y, after
 
 
-def step_or_scan(
-    rule: memory.Rule,
-    params: memory.MemoryParams,
-    state: memory.MemoryState | memory.CachedState | None,
-    q: Float[Array, "batch time heads key_dim"],
-    k: Float[Array, "batch time heads key_dim"],
-    v: Float[Array, "batch time heads value_dim"],
-    gates: memory.Gates,
-    **options: Any,
-) -> tuple[Float[Array, "batch time heads value_dim"], Any]:
-    """`memory.scan` with its keyword arguments `options`, or `memory.step` for a decoded token."""
-    # A step compiles no loop. A caller's choice of implementation is for sequences.
-    if q.shape[1] > 1 or state is None or options["segment_ids"] is not None or options["implementation"] is not None:
-        return memory.scan(rule, params, state, q, k, v, gates, **options)
-    y, after = memory.step(rule, params, state, *jax.tree.map(lambda z: z[:, 0], (q, k, v, gates)))
-    return y[:, None], after
-
-
 def reference(
     x: Float[Array, "batch time heads head_dim"],
     delta: Float[Array, "batch time heads"],
@@ -161,8 +142,3 @@ def _check(where: str, x: object, delta: object, A: object, B: object, C: object
             f"{where}: B has {sizes['groups']} groups, which do not divide the {sizes['heads']} heads of x."
         )
     return sizes
-
-
-def zero_start(heads: int, head_dim: int, state_dim: int) -> memory.MemoryParams:
-    """A memory with a fixed zero start."""
-    return memory.MemoryParams({"W": jnp.zeros((heads, head_dim, state_dim), jnp.float32)}, None, None)

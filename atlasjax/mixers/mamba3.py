@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 from atlasjax import check, memory, rules
 from atlasjax.memory.check import check_ids, check_sizes
 from atlasjax.memory.products import wide_dtype
-from atlasjax.mixers.mamba2 import step_or_scan, zero_start
+from atlasjax.mixers.matrix_memory import step_or_scan, zero_start
 from atlasjax.mixers.shapes import check_shapes
 
 _ROTATIONS = {"rate": "batch time angles", "delta": "batch time heads", "start": "batch heads angles"}

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from atlasjax import memory, rules
-from atlasjax.mixers.mamba2 import zero_start
+from atlasjax.mixers.matrix_memory import zero_start
 from atlasjax.nn.baselines.mamba import MambaBlock
 from atlasjax.nn.baselines.recurrent import Tokens, run_memory
 from atlasjax.nn.config import ModelConfig

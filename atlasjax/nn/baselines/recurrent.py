@@ -9,7 +9,7 @@ from jaxtyping import PyTree
 
 from atlasjax import memory
 from atlasjax.memory.products import dense
-from atlasjax.mixers.mamba2 import step_or_scan, zero_start
+from atlasjax.mixers.matrix_memory import step_or_scan, zero_start
 from atlasjax.nn.attention import output_projection
 from atlasjax.nn.cache_check import check_state
 from atlasjax.nn.caching import CacheGates
