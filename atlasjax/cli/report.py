@@ -82,16 +82,21 @@ def begin_sample(
     compiles: Callable[..., object], model: LanguageModel, tokenizer: Tokenizer, *, prompt: str, seed: int
 ) -> None:
     """Begins to compile the program of `sample_text`, for a model whose parameters may be shapes."""
-    before = tokenizer.encode(prompt)
-    if num_tokens := tokens_that_fit(model.config, before, _SAMPLE):
-        begin(compiles, model, before[None], num_tokens, seed=seed, vocab_size=tokenizer.vocab_size)
+    before, num_tokens = _sample(model.config, tokenizer, prompt)
+    if num_tokens:
+        begin(compiles, model, before, num_tokens, seed=seed, vocab_size=tokenizer.vocab_size)
 
 
 def sample_text(model: LanguageModel, tokenizer: Tokenizer, *, prompt: str, seed: int) -> str | None:
     """A prompt and its continuation at temperature 0.8. None: the model decodes no tokens, or has no positions after the prompt."""
-    before = tokenizer.encode(prompt)
-    num_tokens = tokens_that_fit(model.config, before, _SAMPLE)
+    before, num_tokens = _sample(model.config, tokenizer, prompt)
     if not num_tokens:
         return None
-    tokens = generate(model, before[None], num_tokens, seed=seed, vocab_size=tokenizer.vocab_size)
+    tokens = generate(model, before, num_tokens, seed=seed, vocab_size=tokenizer.vocab_size)
     return prompt + tokenizer.decode(tokens[0].tolist())
+
+
+def _sample(config: ModelConfig, tokenizer: Tokenizer, prompt: str) -> tuple[np.ndarray, int]:
+    """The tokens of a prompt, [1, time], and how many follow it."""
+    before = tokenizer.encode(prompt)
+    return before[None], tokens_that_fit(config, before, _SAMPLE)

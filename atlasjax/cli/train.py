@@ -40,8 +40,11 @@ def run(request: Request) -> None:
         else:
             print(f"{what}; the first one takes a while to compile.", flush=True)
 
+    prompt: str | None = None  # of the report's sample
+
     def meanwhile(setup: Setup, compiling: Ahead) -> None:
         """Begins what the report at the end needs."""
+        nonlocal prompt
         prompt = beginning(setup.train_data, setup.tokenizer)
         model = merge(setup.graphdef, setup.abstract_state().params)
         begin_sample(compiling.begin, model, setup.tokenizer, prompt=prompt, seed=config.seed)
@@ -50,7 +53,7 @@ def run(request: Request) -> None:
     use_cores(config)  # first, before anything asks jax for its devices
     offer(config, command.preset)
     result = train(config, on_start=announce, meanwhile=meanwhile)
-    _report(request.preset or storage.path(config.run_dir).name, config, result)
+    _report(request.preset or storage.path(config.run_dir).name, config, result, prompt)
 
 
 def _with_caching(command: TrainCommand) -> TrainConfig:
@@ -112,7 +115,8 @@ def _with_vocabulary(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))
 
 
-def _report(name: str, config: TrainConfig, result: TrainResult) -> None:
+def _report(name: str, config: TrainConfig, result: TrainResult, prompt: str | None = None) -> None:
+    """Prints the report of a run. prompt: of the sample. None: the beginning of the text."""
     print()
     references = baselines(config.data)
     if result.evaluation is not None:
@@ -126,7 +130,8 @@ def _report(name: str, config: TrainConfig, result: TrainResult) -> None:
     if references and result.step > result.resumed_from:
         plot_loss(config.run_dir, title=f"{name}, {result.step} steps", references=references)
     model, tokenizer = merge(result.setup.graphdef, result.state.params), result.setup.tokenizer
-    prompt = beginning(result.setup.train_data, tokenizer)
+    if prompt is None:  # no step was left
+        prompt = beginning(result.setup.train_data, tokenizer)
     if (sample := sample_text(model, tokenizer, prompt=prompt, seed=config.seed)) is not None:
         print(f"\nsample:\n{sample}")
     run_dir = storage.path(config.run_dir)

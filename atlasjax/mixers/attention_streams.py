@@ -86,20 +86,19 @@ def extended(
 
 def read_stored(
     q: Float[Array, "batch time heads key_dim"],
-    k: Float[Array, "batch time kv_heads latent_dim+shared_dim"],
-    v: Float[Array, "batch time kv_heads latent_dim+shared_dim"],
+    stored: Float[Array, "batch time kv_heads latent_dim+shared_dim"],
     cache: C,
     expand: Expand,
     *,
     partition: Partition | None = None,
     layer: Int[Array, ""] | int | None = None,
 ) -> tuple[Float[Array, "batch time heads value_dim"], C]:
-    """`extended` without a window for keys that are stored in another form than they are read in. q and k are rotated.
+    """`extended` without a window for keys and values that are stored as one array, from which they are computed to be read.
 
-    expand: the stored keys [batch, size, latent_dim + shared_dim] → keys and values [batch, size, heads, …] that q reads.
+    q, stored: rotated. expand: what is stored [batch, size, latent_dim + shared_dim] → keys and values [batch, size, heads, …].
     """
     position = cache.position[_place(layer)][:, None] + jnp.arange(q.shape[1])[None]
-    piece = _piece(q, q, k, v, cache, position, None, partition, layer)
+    piece = _piece(q, q, stored, stored, cache, position, None, partition, layer)
     new = _stored(piece, cache, layer)
     rows = new.keys[_place(layer)]
     held = jnp.broadcast_to(jnp.arange(rows.shape[1]), rows.shape[:2])

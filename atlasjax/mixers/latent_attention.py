@@ -174,7 +174,7 @@ def extend(
     narrow = sizes["columns"]  # of a head's keys and values, beside r
     if q.shape[1] * (2 * latent_dim - narrow) > latent_dim * narrow:
         expand = lambda rows: _expanded(rows[..., :latent_dim], rows[:, :, None, latent_dim:], up, own)
-        return read_stored(q, stored, stored, cache, expand, partition=partition, layer=layer)
+        return read_stored(q, stored, cache, expand, partition=partition, layer=layer)
     absorbed = _per_head("bthn,chn->bthc", q[..., :own], up[..., :own])
     # The read divides the scores by the square root of its own width.
     wide = jnp.concatenate([absorbed, q[..., own:].astype(jnp.float32)], axis=-1) * (width / q.shape[-1]) ** 0.5

@@ -82,28 +82,29 @@ class CacheForm:
 
     def of(self, cache: PyTree) -> PyTree:
         """A cache of the model in this form."""
-        if self.repetitions is None:
+        if (number := self.repetitions) is None:
             return cache
-        if isinstance(cache, PositionedCache | InnerCache):
-            return cache._replace(layers=self.of(cache.layers))
-        return tuple(jax.tree.map(lambda leaf, i=i: leaf[i], cache) for i in range(self.repetitions))
+        return _of_layers(lambda states: tuple(jax.tree.map(lambda x, i=i: x[i], states) for i in range(number)), cache)
 
     def back(self, cache: PyTree) -> PyTree:
         """The inverse of `of`."""
         if self.repetitions is None:
             return cache
-        if isinstance(cache, PositionedCache | InnerCache):
-            return cache._replace(layers=self.back(cache.layers))
-        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *cache)
+        return _of_layers(lambda states: jax.tree.map(lambda *leaves: jnp.stack(leaves), *states), cache)
 
     def map_rows(self, function: Callable[..., jax.Array], cache: PyTree, *more: PyTree) -> PyTree:
         """function(axis of the batch, leaf, …) of the leaves of caches in this form."""
-        return jax.tree.map(function, self._batch_axes(cache), cache, *more)
+        axes = jax.tree.map(lambda _: 1, cache)
+        if self.repetitions is not None:
+            axes = _of_layers(lambda states: jax.tree.map(lambda _: 0, states), axes)
+        return jax.tree.map(function, axes, cache, *more)
 
-    def _batch_axes(self, cache: PyTree) -> PyTree:
-        if isinstance(cache, PositionedCache | InnerCache):
-            return jax.tree.map(lambda _: 1, cache)._replace(layers=self._batch_axes(cache.layers))
-        return jax.tree.map(lambda _: 1 if self.repetitions is None else 0, cache)
+
+def _of_layers(function: Callable[[PyTree], PyTree], cache: PyTree) -> PyTree:
+    """A cache with function(the states of its layers) in their place."""
+    if isinstance(cache, PositionedCache | InnerCache):
+        return cache._replace(layers=_of_layers(function, cache.layers))
+    return function(cache)
 
 
 def _written_last(before: PyTree, state: PyTree, x: jax.Array) -> PyTree:

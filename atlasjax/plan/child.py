@@ -62,9 +62,8 @@ def _reason(messages: str) -> str:
     """The line of a failed child's standard error that states the reason."""
     lines = [line for line in messages.splitlines() if line.strip() and not re.match(r"[IW]\d{4} ", line)]
     exhausted = [line for line in lines if "RESOURCE_EXHAUSTED" in line]
-    fatal = [
-        line for line in lines if re.match(r"F\d{4} ", line)
-    ]  # a failed check, which others follow as the process ends
+    # A failed check, which other lines follow as the process ends.
+    fatal = [line for line in lines if re.match(r"F\d{4} ", line)]
     raised = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
     return (exhausted[:1] or raised[-1:] or fatal[:1] or lines[-1:] or ["no message"])[0]
 
