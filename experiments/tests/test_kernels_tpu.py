@@ -204,7 +204,7 @@ def rows():
     xla = lambda case: dataclasses.replace(case, engine="xla")
     rest = {"ideal_bytes": 100, "program_bytes": 400.0}
     return [
-        row(case, outside=0.0, kernels=[kernel], **rest),
+        row(case, outside=0.0, kernels=[kernel], compile_seconds=12.5, **rest),
         row(xla(case), outside=65536.0 * 120, kernels=[]),
         row(both, outside=65536.0 * 10, kernels=[kernel, backward], **rest),
         row(xla(both), error="RESOURCE_EXHAUSTED: a | b"),
@@ -215,8 +215,8 @@ def test_table_and_bytes():
     page = kernel_report.table(kernel_report.latest(rows(), "v5e"), "v5e", "the command")
     lines = [line for line in page.splitlines() if line.startswith("| mlp, d = 64")]
     assert lines == [
-        "| mlp, d = 64, bfloat16 | forward | 30 | 3 | 10.00 | 5.00 | 50% | 3 | 30 | 120 | 4.00 |",
-        "| mlp, d = 64, bfloat16 | backward | 90 | 3 | 30.00 | 15.00 | 50% | 3 | 130 | RESOURCE_EXHAUSTED: a \\| b |  |",
+        "| mlp, d = 64, bfloat16 | forward | 30 | 3 | 10.00 | 5.00 | 50% | 3 | 30 | 120 | 4.00 | 12.5 |",
+        "| mlp, d = 64, bfloat16 | backward | 90 | 3 | 30.00 | 15.00 | 50% | 3 | 130 | RESOURCE_EXHAUSTED: a \\| b |  |  |",
     ]
     assert "| chunk_memory mlp, d = 64, bfloat16 | no | 0.0 | 1.50 | 1.80 | 4.00 |" in page
     assert "| chunk_memory mlp, d = 64, bfloat16 | yes | 0.0 | 1.50 | 1.80 |  |" in page
