@@ -204,3 +204,11 @@ def check_segments(segment_ids: jax.Array | None, max_segments: int | None, q: j
     if most is not None and most > max_segments:
         raise ValueError(f"{where}: max_segments={max_segments}, but segment_ids has a row with {most} segments.")
     return max_segments
+
+
+def check_fresh(rule: str, state: object) -> None:
+    """Raises ValueError for a state where `Partition.time` needs a fresh memory. rule: the name of its class."""
+    if state is not None:
+        raise ValueError(
+            f"Partition: time divides the tokens of a {rule} only from a fresh memory; state must be None."
+        )

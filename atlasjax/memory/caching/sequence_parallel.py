@@ -14,6 +14,7 @@ from atlasjax.memory.caching.init import empty_cache
 from atlasjax.memory.caching.parallel import Cached, read_segments, write_segments
 from atlasjax.memory.caching.spec import CachedSpec
 from atlasjax.memory.caching.state import CachedState, CachedTokens
+from atlasjax.memory.check import check_fresh
 from atlasjax.memory.gates import Weights
 from atlasjax.memory.products import wide_dtype
 from atlasjax.memory.rule import Params, ScanCall
@@ -40,10 +41,7 @@ def scan_part(
     Returns:
       y of this device's tokens, and the state after the whole sequence.
     """
-    if state is not None:
-        raise ValueError(
-            "Partition: time divides the tokens of a CachedRule only from a fresh memory; state must be None."
-        )
+    check_fresh("CachedRule", state)
     time, size = tokens.q.shape[1], rule.segment_size
     count = time // size
     total = count * jax.lax.axis_size(axes)

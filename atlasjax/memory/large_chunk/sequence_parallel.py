@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from atlasjax.memory.blocks import product_dtype
+from atlasjax.memory.check import check_fresh
 from atlasjax.memory.fast_weights.state import MemoryParams
 from atlasjax.memory.gates import Weights
 from atlasjax.memory.grid import widened
@@ -107,10 +108,7 @@ def scan_part(
     Returns:
       y of this device's tokens, and the state after the whole sequence.
     """
-    if state is not None:
-        raise ValueError(
-            "Partition: time divides the tokens of a LargeChunkRule only from a fresh memory; state must be None."
-        )
+    check_fresh("LargeChunkRule", state)
     dtype, time = tokens.q.dtype, tokens.q.shape[1]
     params = widened(params, wide_dtype(dtype))
     exchange = Exchange(axes, time, rule.chunk_size)
